@@ -1,0 +1,164 @@
+"""The seam between models and kernels: what a backend is, and the arrays that cross it.
+
+Shapes use one vocabulary: `t` query tokens, `h` query heads, `k` KV heads, `d` head dim, `e` value head dim, `p` pages
+of all layers, `s` token slots per page, `r` rows (requests), `l` listed pages.
+
+A backend is any object with the attributes and methods of `AttentionBackend`; it needs no base class. It must be
+hashable, because it is a static argument of the jitted step: a frozen dataclass is the usual form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jaxtyping import Array, Float, Int32, Shaped
+
+from paged.common.capabilities import Capabilities
+from paged.common.checks import check_int, per_field
+from paged.common.page_table import PageTable
+from paged.common.spec import AttentionSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KvArrays:
+    """The pool's arrays, "NHD". Row l × num_pages + p is page p of layer l.
+
+    Stored as the layout's dtype, or, for a backend whose `pool_storage` is `"words"`, as unsigned integers of the same
+    size holding the same bits.
+    """
+
+    keys: Shaped[Array, "p s k d"]
+    values: Shaped[Array, "p s k e"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TableArrays:
+    """A `PageTable` on the device; field meanings are those of `paged.common.PageTable`. Page ids are layer-relative."""
+
+    query_offsets: Int32[Array, " r+1"]
+    page_offsets: Int32[Array, " r+1"]
+    page_ids: Int32[Array, " l"]
+    last_page_len: Int32[Array, " r"]
+    kv_lens: Int32[Array, " r"]
+    write_slots: Int32[Array, " t"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rung:
+    """Static shapes of one compiled program: a step of the ladder, plus the geometry of one layer.
+
+    `rows`, `tokens`, `listed_pages` are array lengths; `max_query_len` and `max_kv_len` bound every row.
+    """
+
+    rows: int
+    tokens: int
+    listed_pages: int
+    max_query_len: int
+    max_kv_len: int
+    tokens_per_page: int
+    num_pages: int
+
+    def __post_init__(self) -> None:
+        per_field(check_int, self, "rows", "tokens", "listed_pages", "max_query_len", "max_kv_len", minimum=0)
+        per_field(check_int, self, "tokens_per_page", minimum=1)
+        per_field(check_int, self, "num_pages", minimum=2)
+
+    @classmethod
+    def of(cls, table: PageTable) -> Rung:
+        """The rung that a table, padded or not, exactly fills."""
+        return cls(
+            rows=table.num_rows,
+            tokens=table.num_tokens,
+            listed_pages=table.page_ids.shape[0],
+            max_query_len=table.max_query_len,
+            max_kv_len=table.max_kv_len,
+            tokens_per_page=table.tokens_per_page,
+            num_pages=table.num_pages,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionExtras:
+    """Array options of attention; None where absent.
+
+    - `sinks` (h,) float32: one logit per query head, neither scaled nor capped, in the denominator and in the LSE.
+    - `key_scale`, `value_scale`: float32 scalars; a stored element x means x × scale.
+    """
+
+    sinks: Float[Array, " h"] | None = None
+    key_scale: Float[Array, ""] | None = None
+    value_scale: Float[Array, ""] | None = None
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """What computes append and attention over pages.
+
+    Methods are called inside `jax.jit`, and under sharding inside `jax.shard_map`, where the head axes they see are one
+    device's share. Only `attention_step` calls `append` and `attend`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The entry point's name, used in messages and certificates."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The declaration; asking for more is refused before any method below runs."""
+        ...
+
+    def static_plan(self, rung: Rung, spec: AttentionSpec) -> Hashable:
+        """Static part of the plan: one value per rung and spec, independent of the number of shards."""
+        ...
+
+    def plan_arrays(self, static: Any, table: TableArrays) -> Any:
+        """Array part of the plan, a pytree; traceable. Independent of the layer and of the number of shards."""
+        ...
+
+    def append(
+        self,
+        pool: KvArrays,
+        key: Shaped[Array, "t k d"],
+        value: Shaped[Array, "t k e"],
+        slots: Int32[Array, " t"],
+        static: Any,
+        arrays: Any,
+    ) -> KvArrays:
+        """Write token i's key and value to absolute slot `slots[i]` = row × tokens_per_page + offset.
+
+        `key` and `value` have the pool's dtype (not its storage words). A negative slot is a padding token, of which
+        nothing may be written outside the sentinel pages. Bits are moved, never computed: −0 stays −0.
+        """
+        ...
+
+    def attend(
+        self,
+        query: Float[Array, "t h d"],
+        pool: KvArrays,
+        page_base: Int32[Array, ""] | int,
+        static: Any,
+        arrays: Any,
+        spec: AttentionSpec,
+        extras: AttentionExtras,
+    ) -> tuple[Float[Array, "t h e"], Float[Array, "t h"] | None]:
+        """Attention of each token over its own row's pages; output in the query's dtype, natural-log LSE in float32.
+
+        `page_base` = layer × num_pages, possibly traced, is added to page ids (0 for a `per_layer` pool). The LSE is
+        None where the capability `lse` is absent.
+        """
+        ...
+
+    def scrub(self, pool: KvArrays, pages: Int32[Array, " n"]) -> KvArrays:
+        """Zero the named rows of the pool; negative entries are padding. See `paged.backends.moves.scrub`."""
+        ...
+
+    def copy_pages(self, pool: KvArrays, source: Int32[Array, " n"], target: Int32[Array, " n"]) -> KvArrays:
+        """Copy rows of the pool bit for bit; negative targets are padding. See `paged.backends.moves.copy_pages`."""
+        ...
