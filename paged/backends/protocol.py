@@ -38,7 +38,7 @@ class KvArrays:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TableArrays:
-    """A `PageTable` on the device; field meanings are those of `paged.common.PageTable`. Page ids are layer-relative."""
+    """A `PageTable` on the device, with the field meanings of `paged.common.PageTable`; page ids are layer-relative."""
 
     query_offsets: Int32[Array, " r+1"]
     page_offsets: Int32[Array, " r+1"]

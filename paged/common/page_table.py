@@ -69,10 +69,9 @@ class PageTable:
         if offsets[0] != 0:
             raise InvalidInputError(f"PageTable.{field} must start at 0: row 0 has {offsets[0]}.")
         refuse_rows(_OWNER, field, offsets[1:], offsets[1:] < offsets[:-1], "must not decrease")
-        if offsets[-1] > getattr(self, target).shape[0]:
-            raise InvalidInputError(
-                f"PageTable.{field} ends at {offsets[-1]}, past the {getattr(self, target).shape[0]} entries of {target}."
-            )
+        entries = getattr(self, target).shape[0]
+        if offsets[-1] > entries:
+            raise InvalidInputError(f"PageTable.{field} ends at {offsets[-1]}, past the {entries} entries of {target}.")
 
     def _check_rows(self) -> None:
         query_lens, kv_lens, size = self.query_lens, self.kv_lens, self.tokens_per_page
