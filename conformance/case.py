@@ -34,7 +34,7 @@ class Case:
     - `clause`: clauses of docs/semantics.md that it tests.
     - `flags`: hint name -> what a failure of this shape means.
     - `kills`: names of the mutants that this case must catch.
-    - `inputs`, `expected`: `sha256:…` of the generated words and of the predicted ones; None where nothing is predicted.
+    - `inputs`, `expected`: `sha256:…` of the generated words and of the predicted ones; None if nothing is predicted.
     """
 
     id: str
