@@ -1,0 +1,52 @@
+"""The command `paged`. Each subcommand is a module that is imported only when it is asked for, so help costs nothing.
+
+A subcommand's module has `add_arguments(parser)` and `run(args) -> int` (the exit status), and imports nothing but the
+standard library at module level: jax, models and the conformance suite are loaded inside `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "certify": "Certify a backend bit for bit against the conformance suite.",
+}
+"""Subcommand -> one line of help. The module is `paged.cli.<name>`."""
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
+    """The parser; only the arguments of `wanted` are added, and only its module is imported."""
+    import paged
+
+    parser = argparse.ArgumentParser(prog="paged", description="Paged KV cache for Equinox models.")
+    parser.add_argument("--version", action="version", version=f"paged {paged.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary)
+        if name == wanted:
+            module = importlib.import_module(f"paged.cli.{name}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status; errors that `paged` raises on purpose are one line on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    wanted = next((a for a in arguments if not a.startswith("-")), None)
+    args = build_parser(wanted).parse_args(arguments)
+    from paged.common.errors import PagedError
+
+    try:
+        return int(args.run(args))
+    except PagedError as error:
+        print(f"paged {args.command}: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
