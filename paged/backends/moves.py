@@ -5,6 +5,8 @@ Moving is not computing: bits travel unchanged, −0 and NaN payloads included w
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,6 +30,17 @@ def to_storage(x: Shaped[Array, "..."], storage: jnp.dtype) -> Shaped[Array, "..
     return x if x.dtype == storage else lax.bitcast_convert_type(x, storage)
 
 
+def rows_of(offsets: Int32[Array, " r+1"], count: int) -> Int32[Array, " n"]:
+    """Row of each of `count` packed entries: the r with offsets[r] ≤ i < offsets[r + 1]. Empty rows own nothing.
+
+    Entries from offsets[-1] on are padding and get the number of rows, one past the last.
+    """
+    # The default method is a loop of its own on the device: 122-200 µs on an H200 against 13.
+    entries = jnp.arange(count, dtype=jnp.int32)
+    rows = jnp.searchsorted(offsets[1:], entries, side="right", method="scan_unrolled")
+    return rows.astype(jnp.int32)
+
+
 def from_storage(x: Shaped[Array, "..."], dtype: jnp.dtype | str) -> Shaped[Array, "..."]:
     """Stored bits as elements of `dtype`."""
     return x if x.dtype == jnp.dtype(dtype) else lax.bitcast_convert_type(x, jnp.dtype(dtype))
@@ -42,11 +55,14 @@ def pool_structs(layout: StorageLayout, capabilities: Capabilities) -> KvArrays:
     heads = layout.heads_per_shard * layout.kv_head_shards
     dtype = storage_dtype(layout.dtype, capabilities.pool_storage)
     lead = (layers * layout.num_pages, layout.tokens_per_page, heads)
-    assert layout.value_head_dim is not None
-    return KvArrays(
-        keys=jax.ShapeDtypeStruct((*lead, layout.head_dim), dtype),  # type: ignore[arg-type]
-        values=jax.ShapeDtypeStruct((*lead, layout.value_head_dim), dtype),  # type: ignore[arg-type]
-    )
+    words_of = layout.dtype if capabilities.pool_storage == "words" else None
+
+    def zeros() -> KvArrays:
+        assert layout.value_head_dim is not None
+        widths = (layout.head_dim, layout.value_head_dim)
+        return KvArrays(*(jnp.zeros((*lead, width), dtype) for width in widths), words_of=words_of)
+
+    return jax.eval_shape(zeros)
 
 
 def layer_slots(
@@ -77,7 +93,7 @@ def scatter_append(
     def write(stored: Array, new: Array) -> Array:
         return stored.at[row, offset].set(to_storage(new, stored.dtype), mode="drop")
 
-    return KvArrays(write(pool.keys, key), write(pool.values, value))
+    return dataclasses.replace(pool, keys=write(pool.keys, key), values=write(pool.values, value))
 
 
 def scrub(pool: KvArrays, pages: Int32[Array, " n"]) -> KvArrays:
@@ -87,7 +103,7 @@ def scrub(pool: KvArrays, pages: Int32[Array, " n"]) -> KvArrays:
         row = jnp.where(pages >= 0, pages, stored.shape[0])
         return stored.at[row].set(jnp.zeros((), stored.dtype), mode="drop")
 
-    return KvArrays(clear(pool.keys), clear(pool.values))
+    return dataclasses.replace(pool, keys=clear(pool.keys), values=clear(pool.values))
 
 
 def copy_pages(pool: KvArrays, source: Int32[Array, " n"], target: Int32[Array, " n"]) -> KvArrays:
@@ -97,4 +113,4 @@ def copy_pages(pool: KvArrays, source: Int32[Array, " n"], target: Int32[Array, 
         row = jnp.where(target >= 0, target, stored.shape[0])
         return stored.at[row].set(stored[jnp.where(target >= 0, source, 0)], mode="drop")
 
-    return KvArrays(move(pool.keys), move(pool.values))
+    return dataclasses.replace(pool, keys=move(pool.keys), values=move(pool.values))

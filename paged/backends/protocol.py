@@ -13,7 +13,8 @@ import dataclasses
 from collections.abc import Hashable
 from typing import Any, Protocol, runtime_checkable
 
-import jax
+import equinox as eqx
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from paged.common.capabilities import Capabilities
@@ -22,22 +23,25 @@ from paged.common.page_table import PageTable
 from paged.common.spec import AttentionSpec
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KvArrays:
+class KvArrays(eqx.Module):
     """The pool's arrays, "NHD". Row l × num_pages + p is page p of layer l.
 
     Stored as the layout's dtype, or, for a backend whose `pool_storage` is `"words"`, as unsigned integers of the same
-    size holding the same bits.
+    size holding the same bits; `words_of` then names the element type (uint16 could be bfloat16 or float16). It is
+    static, so that what the bits mean travels with them.
     """
 
     keys: Shaped[Array, "p s k d"]
     values: Shaped[Array, "p s k e"]
+    words_of: str | None = eqx.field(static=True, default=None)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The element type, however it is stored."""
+        return jnp.dtype(self.words_of or self.keys.dtype)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TableArrays:
+class TableArrays(eqx.Module):
     """A `PageTable` on the device, with the field meanings of `paged.common.PageTable`; page ids are layer-relative."""
 
     query_offsets: Int32[Array, " r+1"]
@@ -82,9 +86,7 @@ class Rung:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class AttentionExtras:
+class AttentionExtras(eqx.Module):
     """Array options of attention; None where absent.
 
     - `sinks` (h,) float32: one logit per query head, neither scaled nor capped, in the denominator and in the LSE.
