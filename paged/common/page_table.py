@@ -64,6 +64,21 @@ class PageTable:
         self._check_pages()
         self._check_slots()
 
+    @classmethod
+    def trusted(cls, **fields: np.ndarray | int) -> PageTable:
+        """A table whose fields the caller derived by rules that imply every check of the constructor, taken unchecked.
+
+        For the two places that build a table in every step: `pad`, from a table that was checked, and the control
+        plane, from its own map. Arrays must be fresh, contiguous int32; they become read-only. The tests of both
+        hold such tables against the checking constructor.
+        """
+        table = object.__new__(cls)
+        for field, value in fields.items():
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+            object.__setattr__(table, field, value)
+        return table
+
     def _check_offsets(self, field: str, target: str) -> None:
         offsets = getattr(self, field)
         if offsets[0] != 0:
@@ -145,16 +160,14 @@ class PageTable:
         rows = check_int(owner, "rows", rows, minimum=self.num_rows)
         tokens = check_int(owner, "tokens", tokens, minimum=self.num_tokens)
         listed_pages = check_int(owner, "listed_pages", listed_pages, minimum=int(self.page_offsets[-1]))
-        more = rows - self.num_rows
-        ids = np.full(listed_pages, SENTINEL_PAGE, np.int32)
-        ids[: self.page_offsets[-1]] = self.page_ids[: self.page_offsets[-1]]
-        return PageTable(
-            query_offsets=np.pad(self.query_offsets, (0, more), mode="edge"),
-            page_offsets=np.pad(self.page_offsets, (0, more), mode="edge"),
-            page_ids=ids,
-            last_page_len=np.pad(self.last_page_len, (0, more)),
-            kv_lens=np.pad(self.kv_lens, (0, more)),
-            write_slots=np.pad(self.write_slots, (0, tokens - self.num_tokens), constant_values=-1),
+        live = int(self.page_offsets[-1])
+        return PageTable.trusted(
+            query_offsets=_extend(self.query_offsets, rows + 1, int(self.query_offsets[-1])),
+            page_offsets=_extend(self.page_offsets, rows + 1, live),
+            page_ids=_extend(self.page_ids[:live], listed_pages, SENTINEL_PAGE),
+            last_page_len=_extend(self.last_page_len, rows, 0),
+            kv_lens=_extend(self.kv_lens, rows, 0),
+            write_slots=_extend(self.write_slots, tokens, -1),
             max_query_len=check_int(owner, "max_query_len", max_query_len, minimum=self.max_query_len),
             max_kv_len=check_int(owner, "max_kv_len", max_kv_len, minimum=self.max_kv_len),
             tokens_per_page=self.tokens_per_page,
@@ -176,6 +189,12 @@ class PageTable:
         return isinstance(other, PageTable) and self.to_bytes() == other.to_bytes()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _extend(array: np.ndarray, length: int, fill: int) -> np.ndarray:
+    out = np.full(length, fill, np.int32)
+    out[: array.shape[0]] = array
+    return out
 
 
 def pages_for(kv_lens, tokens_per_page: int):

@@ -1,0 +1,10 @@
+"""Who holds which page and who runs next. Standard library and numpy only."""
+
+from paged.control.allocator import PageAllocator as PageAllocator
+from paged.control.batch import Slice as Slice
+from paged.control.page_map import Handle as Handle
+from paged.control.page_map import PageMap as PageMap
+from paged.control.plane import ControlPlane as ControlPlane
+from paged.control.plane import Reservation as Reservation
+from paged.control.shapes import FixedShape as FixedShape
+from paged.control.shapes import Shapes as Shapes

@@ -1,0 +1,69 @@
+"""Static shapes that steps are padded to, so that few programs are compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+from paged.common.checks import check_int
+from paged.common.errors import InvalidInputError
+from paged.common.page_table import PageTable
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedShape:
+    """Shape of one compiled program; also the policy that pads every step to it.
+
+    - `rows`, `tokens`, `listed_pages`: lengths of the arrays.
+    - `max_query_len`, `max_kv_len`: static bounds on every row, in tokens.
+    """
+
+    rows: int
+    tokens: int
+    listed_pages: int
+    max_query_len: int
+    max_kv_len: int
+
+    def __post_init__(self) -> None:
+        for field in ("rows", "tokens", "listed_pages", "max_query_len", "max_kv_len"):
+            object.__setattr__(self, field, check_int("FixedShape", field, getattr(self, field), minimum=0))
+
+    @classmethod
+    def of(cls, table: PageTable) -> FixedShape:
+        """The smallest shape that holds a table's rows, tokens and pages."""
+        listed = int(table.page_offsets[-1])
+        return cls(table.num_rows, table.num_tokens, listed, table.max_query_len, table.max_kv_len)
+
+    def shape_for(self, need: FixedShape) -> FixedShape:
+        """This shape; raises `InvalidInputError` naming the field in which `need` exceeds it."""
+        for field in ("rows", "tokens", "listed_pages", "max_query_len", "max_kv_len"):
+            if getattr(need, field) > getattr(self, field):
+                raise InvalidInputError(
+                    f"FixedShape.{field} is {getattr(self, field)}, the step needs {getattr(need, field)}. "
+                    f"Schedule a smaller step or build a larger shape."
+                )
+        return self
+
+    def pad(self, table: PageTable) -> PageTable:
+        """The same step at this shape: empty rows, tokens that write nothing, pages naming the sentinel."""
+        self.shape_for(FixedShape.of(table))
+        return table.pad(
+            rows=self.rows,
+            tokens=self.tokens,
+            listed_pages=self.listed_pages,
+            max_query_len=self.max_query_len,
+            max_kv_len=self.max_kv_len,
+        )
+
+
+@runtime_checkable
+class Shapes(Protocol):
+    """A padding policy: `FixedShape` or `ShapeLadders`."""
+
+    def shape_for(self, need: FixedShape) -> FixedShape:
+        """The shape to pad a step of this size to; raises `InvalidInputError` if there is none."""
+        ...
+
+    def pad(self, table: PageTable) -> PageTable:
+        """The table padded to `shape_for` its size."""
+        ...
