@@ -30,7 +30,7 @@ def to_storage(x: Shaped[Array, "..."], storage: jnp.dtype) -> Shaped[Array, "..
     return x if x.dtype == storage else lax.bitcast_convert_type(x, storage)
 
 
-def rows_of(offsets: Int32[Array, " r+1"], count: int) -> Int32[Array, " n"]:
+def rows_of(offsets: Int32[Array, " r1"], count: int) -> Int32[Array, " n"]:
     """Row of each of `count` packed entries: the r with offsets[r] ≤ i < offsets[r + 1]. Empty rows own nothing.
 
     Entries from offsets[-1] on are padding and get the number of rows, one past the last.

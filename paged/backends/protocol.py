@@ -44,11 +44,11 @@ class KvArrays(eqx.Module):
 class TableArrays(eqx.Module):
     """A `PageTable` on the device, with the field meanings of `paged.common.PageTable`; page ids are layer-relative."""
 
+    kv_lens: Int32[Array, " r"]
+    last_page_len: Int32[Array, " r"]
     query_offsets: Int32[Array, " r+1"]
     page_offsets: Int32[Array, " r+1"]
     page_ids: Int32[Array, " l"]
-    last_page_len: Int32[Array, " r"]
-    kv_lens: Int32[Array, " r"]
     write_slots: Int32[Array, " t"]
 
 

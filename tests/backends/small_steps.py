@@ -1,0 +1,61 @@
+"""Small random steps for the tests of this folder, and what they should give: a plain float64 loop in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paged.common import AttentionSpec, PageTable, build_page_table
+
+
+def random_table(
+    rng: np.random.Generator, query_lens: list[int], kv_lens: list[int], *, tokens_per_page: int, num_pages: int
+) -> PageTable:
+    """A table whose rows hold random pages, none twice; rows may hold more pages than they use."""
+    free = rng.permutation(np.arange(1, num_pages))
+    pages, at = [], 0
+    for kv_len in kv_lens:
+        need = -(-kv_len // tokens_per_page)
+        pages.append(free[at : at + need].tolist())
+        at += need
+    assert at < num_pages, "the pool of this test is too small"
+    return build_page_table(
+        query_lens=query_lens, kv_lens=kv_lens, pages=pages, tokens_per_page=tokens_per_page, num_pages=num_pages
+    )
+
+
+def expected_attention(
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    table: PageTable,
+    spec: AttentionSpec,
+    *,
+    page_base: int = 0,
+    sinks: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(t, h, e) output and (t, h) LSE in float64, +0 and −∞ where a token sees nothing."""
+    tokens, heads, _ = query.shape
+    group = heads // keys.shape[2]
+    out, lse = np.zeros((tokens, heads, values.shape[3])), np.full((tokens, heads), -np.inf)
+    positions = table.positions()
+    scale = float(np.float32(spec.scale))
+    for row in range(table.num_rows):
+        kv_len = int(table.kv_lens[row])
+        if not kv_len:
+            continue
+        pages = page_base + table.pages_of(row)
+        k = keys[pages].reshape(-1, *keys.shape[2:])[:kv_len].astype(np.float64)
+        v = values[pages].reshape(-1, *values.shape[2:])[:kv_len].astype(np.float64)
+        for token in range(table.query_offsets[row], table.query_offsets[row + 1]):
+            high = positions[token] + 1 if spec.causal else kv_len
+            low = max(0, positions[token] + 1 - spec.window) if spec.window else 0
+            for head in range(heads):
+                logits = scale * (k[low:high, head // group] @ query[token, head].astype(np.float64))
+                if spec.soft_cap:
+                    logits = spec.soft_cap * np.tanh(logits / spec.soft_cap)
+                top = max(logits.max(), -np.inf if sinks is None else float(sinks[head]))
+                weights = np.exp(logits - top)
+                total = weights.sum() + (0.0 if sinks is None else np.exp(float(sinks[head]) - top))
+                out[token, head] = weights @ v[low:high, head // group] / total
+                lse[token, head] = top + np.log(total)
+    return out, lse
