@@ -29,8 +29,10 @@ class Case:
     - `level`: see `LEVELS`; `quick`: member of the stratified tenth.
     - `generator`: a name from the closed list of `conformance.vectors.GENERATORS`.
     - `params`: its bounded, JSON-able parameters.
-    - `needs`: demands on the declaration, e.g. `dtype:bfloat16`, `window`, `page:1`, `group:3`, `head_dim:80`,
-      `promise:batch_invariant`; one that is not declared makes the case `not-claimed`.
+    - `needs`: demands on the declaration; one that is not declared makes the case `not-claimed`. The vocabulary:
+      `dtype:D`, `kv_dtype:D`, `page:N`, `head_dim:N`, `group:N`, `promise:P`, `regime:R`, `max_page_id:N` (after the
+      layer offset), `pool_bytes:N` (of one array of one layer times the layers), or a bare feature of
+      `paged.common.capabilities.FEATURES`.
     - `clause`: clauses of docs/semantics.md that it tests.
     - `flags`: hint name -> what a failure of this shape means.
     - `kills`: names of the mutants that this case must catch.
@@ -56,8 +58,9 @@ class MoveProblem:
     """Tier 1: a pool before, one operation, the pool after. Arrays are words over all layers.
 
     `operation` is `append`, `scrub` or `copy_pages`. For append, `slots` are layer-relative with −1 = padding, `layer`
-    is the layer appended to, and `new_keys`, `new_values` (t, k, d) are the tokens. For scrub, `pages` (n,) are rows of
-    the pool; for copy_pages, `source` and `target` (n,) are. Sentinel rows are compared to nothing.
+    is the layer appended to, and `new_keys`, `new_values` (t, k, d) are the tokens; `table` is the step whose write
+    slots these are, or None where the slots belong to no table. For scrub, `pages` (n,) are rows of the pool; for
+    copy_pages, `source` and `target` (n,) are. Sentinel rows are compared to nothing.
     """
 
     operation: str
@@ -72,6 +75,7 @@ class MoveProblem:
     new_keys: np.ndarray | None = None
     new_values: np.ndarray | None = None
     slots: np.ndarray | None = None
+    table: PageTable | None = None
     pages: np.ndarray | None = None
     source: np.ndarray | None = None
     target: np.ndarray | None = None
@@ -107,6 +111,8 @@ class AttendExpected:
     - `low`, `high` words (t, h, e): equal where the element is decided, and then the bits are demanded; otherwise the
       output must lie in the range.
     - `lse_low`, `lse_high` float64 (t, h), or None where the LSE is not judged.
+    - `exact`, `deviation` float64 (t, h, e): the exact answer and the standard deviation expected of an honest
+      kernel's error, or None where no such statistic is judged.
     - `explain`: data for a diagnosis, e.g. the address table of an address vector; see `conformance.judge`.
     """
 
@@ -114,7 +120,8 @@ class AttendExpected:
     high: np.ndarray
     lse_low: np.ndarray | None = None
     lse_high: np.ndarray | None = None
-    rms_expected: float | None = None
+    exact: np.ndarray | None = None
+    deviation: np.ndarray | None = None
     explain: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
