@@ -1,5 +1,6 @@
 """What every part of `paged` shares. Standard library and numpy only."""
 
+from paged.common.build_table import build_page_table as build_page_table
 from paged.common.capabilities import Capabilities as Capabilities
 from paged.common.capabilities import NumericModel as NumericModel
 from paged.common.capabilities import Range as Range
@@ -17,6 +18,5 @@ from paged.common.layout import SENTINEL_PAGE as SENTINEL_PAGE
 from paged.common.layout import StorageLayout as StorageLayout
 from paged.common.namespace import CacheNamespace as CacheNamespace
 from paged.common.page_table import PageTable as PageTable
-from paged.common.page_table import build_page_table as build_page_table
 from paged.common.page_table import pages_for as pages_for
 from paged.common.spec import AttentionSpec as AttentionSpec

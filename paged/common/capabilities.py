@@ -6,8 +6,20 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from paged.common.checks import INT32_LIMIT, check_choice, check_int, per_field
-from paged.common.dtypes import ELEMENT_BYTES, element_bytes
+import numpy as np
+
+from paged.common import codec
+from paged.common.checks import (
+    INT32_LIMIT,
+    check_bool,
+    check_choice,
+    check_int,
+    check_names,
+    check_number,
+    per_field,
+    show,
+)
+from paged.common.dtypes import ELEMENT_BYTES, check_dtype, element_bytes
 from paged.common.errors import InvalidInputError, UnsupportedError
 from paged.common.layout import StorageLayout
 from paged.common.spec import AttentionSpec
@@ -23,7 +35,7 @@ REGIMES = frozenset({"partition", "replicate"})
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Inclusive range of ints, optionally restricted to powers of two."""
+    """Inclusive range of positive ints, optionally restricted to powers of two. Booleans are not in any range."""
 
     low: int
     high: int
@@ -32,11 +44,12 @@ class Range:
     def __post_init__(self) -> None:
         per_field(check_int, self, "low", minimum=1)
         per_field(check_int, self, "high", minimum=self.low)
+        per_field(check_bool, self, "powers_of_two")
 
     def __contains__(self, value: object) -> bool:
-        if not isinstance(value, int) or not self.low <= value <= self.high:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not self.low <= value <= self.high:
             return False
-        return not self.powers_of_two or value & (value - 1) == 0
+        return not self.powers_of_two or int(value) & (int(value) - 1) == 0
 
     def __str__(self) -> str:
         return f"{self.low}..{self.high}" + (" (powers of two)" if self.powers_of_two else "")
@@ -61,6 +74,14 @@ class NumericModel:
     exact: bool = False
     exp_error_log2: float = -22.0
     tanh_error_log2: float = -22.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise InvalidInputError(f"NumericModel.name must be a non-empty string, got {show(self.name)}.")
+        per_field(check_choice, self, "weights", choices=("float32", "input"))
+        per_field(check_choice, self, "partials", choices=("float32", "output"))
+        per_field(check_bool, self, "normalised", "exact")
+        per_field(check_number, self, "exp_error_log2", "tanh_error_log2")
 
 
 NUMERIC_MODELS = {
@@ -110,29 +131,27 @@ class Capabilities:
     platforms: frozenset[str] = frozenset({"cpu"})
 
     def __post_init__(self) -> None:
-        for field, vocabulary in (
-            ("dtypes", frozenset(ELEMENT_BYTES)),
-            ("kv_dtypes", frozenset(ELEMENT_BYTES)),
-            ("features", FEATURES),
-            ("promises", PROMISES),
-            ("regimes", REGIMES),
-        ):
-            value = frozenset(getattr(self, field))
-            if unknown := value - vocabulary:
-                raise InvalidInputError(
-                    f"Capabilities.{field} has {sorted(unknown)[0]!r}, which is not in {sorted(vocabulary)}."
-                )
-            object.__setattr__(self, field, value)
+        for field, vocabulary in _VOCABULARIES.items():
+            per_field(check_names, self, field, vocabulary=vocabulary)
+        head_dims = self.head_dims
+        if not isinstance(head_dims, (frozenset, set, list, tuple)):
+            raise InvalidInputError(f"Capabilities.head_dims must be a set of ints, got {show(head_dims)}.")
+        checked = frozenset(check_int("Capabilities", "head_dims", dim, minimum=1) for dim in head_dims)
+        object.__setattr__(self, "head_dims", checked)
+        for field in ("dtypes", "kv_dtypes", "head_dims", "regimes", "platforms"):
+            if not getattr(self, field):
+                raise InvalidInputError(f"Capabilities.{field} must not be empty: nothing could ever run.")
         if "deterministic" not in self.promises:
             raise InvalidInputError("Capabilities.promises must contain 'deterministic'; it is not optional.")
+        for field in _RANGES:
+            if not isinstance(value := getattr(self, field), Range):
+                raise InvalidInputError(f"Capabilities.{field} must be a Range(low, high), got {show(value)}.")
         per_field(check_choice, self, "numerics", choices=tuple(NUMERIC_MODELS))
         per_field(check_choice, self, "pool_layout", choices=("stacked", "per_layer"))
         per_field(check_choice, self, "pool_storage", choices=("typed", "words"))
         per_field(check_choice, self, "poison", choices=("any_bits", "finite"))
         per_field(check_int, self, "max_page_id", minimum=1)
         per_field(check_int, self, "max_pool_bytes", minimum=1, maximum=2**63 - 1)
-        object.__setattr__(self, "head_dims", frozenset(self.head_dims))
-        object.__setattr__(self, "platforms", frozenset(self.platforms))
 
     @property
     def numeric_model(self) -> NumericModel:
@@ -142,11 +161,13 @@ class Capabilities:
     def require_layout(self, backend: str, layout: StorageLayout, *, num_query_heads: int, dtype: str) -> None:
         """Refuse a pool geometry that goes beyond the declaration.
 
-        Raises `UnsupportedError` whose text and `capability` name what falls short (scenarios L7, L8, M16, M17).
+        `dtype` is that of query and output. Raises `UnsupportedError` whose text and `capability` name what falls short
+        (scenarios L7, L8, A3, M16), and `InvalidInputError` for arguments that no backend could take.
         """
+        if not isinstance(layout, StorageLayout):
+            raise InvalidInputError(f"Capabilities.require_layout: layout must be a StorageLayout, got {show(layout)}.")
+        dtype = check_dtype("Capabilities.require_layout", "dtype", dtype)
         group = layout.group_size(num_query_heads)
-        offset = layout.num_layers - 1 if self.pool_layout == "stacked" else 0
-        top_page = offset * layout.num_pages + layout.num_pages - 1
         layers = layout.num_layers if self.pool_layout == "stacked" else 1
         width = max(layout.head_dim, layout.value_head_dim or 0) * element_bytes(layout.dtype)
         array_bytes = layers * layout.slots_per_layer * layout.heads_per_shard * width
@@ -157,25 +178,36 @@ class Capabilities:
         _refuse(backend, "head_dims", layout.value_head_dim, self.head_dims)
         _refuse(backend, "group_sizes", group, self.group_sizes)
         _refuse(backend, "regimes", layout.regime, self.regimes)
-        _refuse_above(backend, "max_page_id", top_page, self.max_page_id)
+        _refuse_above(backend, "max_page_id", layers * layout.num_pages - 1, self.max_page_id)
         _refuse_above(backend, "max_pool_bytes", array_bytes, self.max_pool_bytes)
 
     def require_spec(self, backend: str, spec: AttentionSpec, *, sinks: bool = False, kv_scales: bool = False) -> None:
-        """Refuse an option that the backend does not declare; nothing is ever accepted and ignored."""
+        """Refuse an option that the backend does not declare; nothing is ever accepted and ignored (scenario M17)."""
+        if not isinstance(spec, AttentionSpec):
+            raise InvalidInputError(f"Capabilities.require_spec: spec must be an AttentionSpec, got {show(spec)}.")
         asked = {
             "window": spec.window is not None,
             "soft_cap": spec.soft_cap is not None,
             "non_causal": not spec.causal,
-            "sinks": sinks,
-            "kv_scales": kv_scales,
+            "sinks": check_bool("Capabilities.require_spec", "sinks", sinks),
+            "kv_scales": check_bool("Capabilities.require_spec", "kv_scales", kv_scales),
         }
-        for feature, wanted in asked.items():
-            if wanted and feature not in self.features:
+        self.require_features(backend, *(feature for feature, wanted in asked.items() if wanted))
+
+    def require_features(self, backend: str, *features: str) -> None:
+        """Refuse the first of `features`, names from `FEATURES`, that the backend does not declare."""
+        for feature in features:
+            check_choice("Capabilities.require_features", "feature", feature, choices=FEATURES)
+            if feature not in self.features:
                 raise UnsupportedError(
                     f"backend {backend!r} does not declare the feature {feature!r} (it has {sorted(self.features)}). "
                     f"Choose another backend or drop the option.",
                     capability=feature,
                 )
+
+    def require_platform(self, backend: str, platform: str) -> None:
+        """Refuse a jax platform that the backend does not declare."""
+        _refuse(backend, "platforms", str(platform), self.platforms)
 
     def to_json(self) -> dict[str, Any]:
         """The declaration as JSON-able data, sets sorted, for a certificate."""
@@ -188,6 +220,36 @@ class Capabilities:
                 value = dataclasses.asdict(value)
             out[field.name] = value
         return out
+
+    def to_bytes(self) -> bytes:
+        """Versioned encoding; `from_bytes` gives an equal declaration."""
+        return codec.encode("Capabilities", 1, self.to_json(), {})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Capabilities:
+        """Decode and validate what `to_bytes` wrote."""
+        return codec.load(cls, 1, data, revive=_revive)
+
+
+_VOCABULARIES: dict[str, frozenset[str] | None] = {
+    "dtypes": frozenset(ELEMENT_BYTES),
+    "kv_dtypes": frozenset(ELEMENT_BYTES),
+    "features": FEATURES,
+    "promises": PROMISES,
+    "regimes": REGIMES,
+    "platforms": None,
+}
+_RANGES = ("page_sizes", "group_sizes")
+
+
+def _revive(fields: dict[str, Any]) -> dict[str, Any]:
+    out = dict(fields)
+    for field in _RANGES:
+        value = out[field]
+        if not isinstance(value, dict) or value.keys() != {"low", "high", "powers_of_two"}:
+            raise InvalidInputError(f"Capabilities.from_bytes: {field} must be a range, got {show(value)}.")
+        out[field] = Range(**value)
+    return out
 
 
 def _refuse(backend: str, capability: str, asked: Any, declared: frozenset[Any] | Range) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from paged.common.checks import show
 from paged.common.errors import InvalidInputError
 
 ELEMENT_BYTES = MappingProxyType(
@@ -29,12 +30,12 @@ FP8_DTYPES = frozenset(name for name in ELEMENT_BYTES if name.startswith("float8
 
 
 def check_dtype(owner: str, field: str, name: object) -> str:
-    """`name` if it is in the table; a dtype object is refused with the name to pass instead."""
+    """`name` if it is in the table; a dtype object is refused, because not every environment can make one."""
     if not isinstance(name, str) or name not in ELEMENT_BYTES:
         raise InvalidInputError(
-            f"{owner}.{field} must be the name of a dtype, one of {', '.join(ELEMENT_BYTES)}; got {name!r}."
+            f"{owner}.{field} must be the name of a dtype, one of {', '.join(ELEMENT_BYTES)}; got {show(name)}."
         )
-    return name
+    return str(name)
 
 
 def element_bytes(name: str) -> int:

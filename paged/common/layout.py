@@ -86,10 +86,14 @@ class StorageLayout:
         """Query heads that read one KV head; refuses counts that do not divide over heads or shards."""
         heads = check_int("StorageLayout.group_size", "num_query_heads", num_query_heads, minimum=1)
         if heads % self.num_kv_heads:
-            raise InvalidInputError(f"num_query_heads={heads} is not a multiple of num_kv_heads={self.num_kv_heads}.")
+            raise InvalidInputError(
+                f"StorageLayout.group_size: num_query_heads={heads} is not a multiple of "
+                f"num_kv_heads={self.num_kv_heads}."
+            )
         if heads % self.kv_head_shards:
             raise InvalidInputError(
-                f"num_query_heads={heads} does not divide over kv_head_shards={self.kv_head_shards}. "
+                f"StorageLayout.group_size: num_query_heads={heads} does not divide over "
+                f"kv_head_shards={self.kv_head_shards}. "
                 f"Put the surplus devices on a mesh axis that does not shard KV heads."
             )
         return heads // self.num_kv_heads
@@ -143,4 +147,4 @@ class StorageLayout:
     @classmethod
     def from_bytes(cls, data: bytes) -> StorageLayout:
         """Decode and validate what `to_bytes` wrote."""
-        return codec.build(cls, "StorageLayout", codec.decode("StorageLayout", 1, data, ()))
+        return codec.load(cls, 1, data)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, overload
 
 import numpy as np
 
 from paged.common import codec
-from paged.common.checks import check_int, check_int32_vector, refuse_rows
+from paged.common.checks import INT32_LIMIT, check_int, check_int32_vector, place, refuse_rows, show
 from paged.common.errors import InvalidInputError
 from paged.common.layout import SENTINEL_PAGE
 
 _ARRAYS = ("query_offsets", "page_offsets", "page_ids", "last_page_len", "kv_lens", "write_slots")
 _OWNER = "PageTable"
+
+MAX_ENTRIES = 1 << 26
+"""Tokens or listed pages of one step, so that a damaged length is refused before it is allocated."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,7 +30,8 @@ class PageTable:
       page_offsets[rows] on are padding and name the sentinel.
     - `last_page_len` (rows,): tokens in the row's last page, 1 .. tokens_per_page; 0 exactly for empty rows.
     - `kv_lens` (rows,): tokens after this step's append. A row has q_len ≥ 0 and kv_len ≥ q_len, or kv_len = 0.
-    - `write_slots` (tokens,): page × tokens_per_page + offset within one layer; −1 = the token is not written.
+    - `write_slots` (tokens,): page × tokens_per_page + offset within one layer; −1 = the token is not written. A token
+      that is written goes to the slot of its own position in its own row's pages.
     - `max_query_len`, `max_kv_len`: static bounds, at least the largest of the rows.
     - `tokens_per_page`, `num_pages`: geometry of one layer, for validation.
 
@@ -48,6 +53,12 @@ class PageTable:
     def __post_init__(self) -> None:
         for field, minimum in (("tokens_per_page", 1), ("num_pages", 2), ("max_query_len", 0), ("max_kv_len", 0)):
             object.__setattr__(self, field, check_int(_OWNER, field, getattr(self, field), minimum=minimum))
+        slots = self.num_pages * self.tokens_per_page
+        if slots >= INT32_LIMIT:
+            raise InvalidInputError(
+                f"PageTable: num_pages × tokens_per_page must be below 2^31 (slots are int32), got {self.num_pages} × "
+                f"{self.tokens_per_page} = {slots}."
+            )
         for field in _ARRAYS:
             object.__setattr__(self, field, check_int32_vector(_OWNER, field, getattr(self, field)))
         if self.query_offsets.shape[0] < 1:
@@ -93,37 +104,63 @@ class PageTable:
         refuse_rows(_OWNER, "kv_lens", kv_lens, kv_lens < 0, "must not be negative")
         short = (kv_lens > 0) & (kv_lens < query_lens)
         refuse_rows(_OWNER, "kv_lens", kv_lens, short, "must be 0 or at least the row's query length")
-        refuse_rows(_OWNER, "kv_lens", kv_lens, kv_lens > self.max_kv_len, f"exceeds max_kv_len={self.max_kv_len}")
-        longest = f"exceeds max_query_len={self.max_query_len}"
-        refuse_rows(_OWNER, "query lengths", query_lens, query_lens > self.max_query_len, longest)
+        rule = f"must not exceed max_kv_len={self.max_kv_len}"
+        refuse_rows(_OWNER, "kv_lens", kv_lens, kv_lens > self.max_kv_len, rule)
+        rule = f"must give no query length above max_query_len={self.max_query_len}"
+        refuse_rows(_OWNER, "query_offsets", query_lens, query_lens > self.max_query_len, rule)
         last, expected = self.last_page_len, kv_lens - size * (np.maximum(pages_for(kv_lens, size), 1) - 1)
         refuse_rows(_OWNER, "last_page_len", last, (last < 0) | (last > size), f"must be in 0..{size}")
-        refuse_rows(_OWNER, "last_page_len", last, (last == 0) != (kv_lens == 0), "is 0 exactly for an empty row")
-        refuse_rows(_OWNER, "last_page_len", last, last != expected, "disagrees with kv_lens")
+        refuse_rows(_OWNER, "last_page_len", last, (last == 0) != (kv_lens == 0), "must be 0 exactly for empty rows")
+        refuse_rows(_OWNER, "last_page_len", last, last != expected, "must agree with kv_lens")
         counts = np.diff(self.page_offsets)
         wrong = counts != pages_for(kv_lens, size)
-        refuse_rows(_OWNER, "pages listed", counts, wrong, f"must be ceil(kv_len / {size})")
+        refuse_rows(_OWNER, "page_offsets", counts, wrong, f"must list ceil(kv_len / {size}) pages a row")
 
     def _check_pages(self) -> None:
-        ids, used = self.page_ids, int(self.page_offsets[-1])
-        live = ids[:used]
-        bad = (live < 0) | (live >= self.num_pages)
-        refuse_rows(_OWNER, "page_ids", live, bad, f"must be in 1..{self.num_pages - 1}", "entry")
-        refuse_rows(_OWNER, "page_ids", live, live == SENTINEL_PAGE, "must not name the sentinel page 0", "entry")
-        refuse_rows(_OWNER, "page_ids", ids[used:], ids[used:] != SENTINEL_PAGE, "padding must name page 0", "entry")
+        ids, used, top = self.page_ids, int(self.page_offsets[-1]), self.num_pages - 1
+        # Two reductions, because a long context lists a hundred thousand pages; masks only to name an offender.
+        if used and (ids[:used].min() <= SENTINEL_PAGE or ids[:used].max() > top):
+            listed = np.arange(ids.shape[0]) < used
+            sentinel = listed & (ids == SENTINEL_PAGE)
+            rule = "must not name the sentinel page 0"
+            refuse_rows(_OWNER, "page_ids", ids, sentinel, rule, "entry", self.page_offsets)
+            outside = listed & ((ids < 0) | (ids > top))
+            refuse_rows(_OWNER, "page_ids", ids, outside, f"must be in 1..{top}", "entry", self.page_offsets)
+        if ids[used:].any():
+            loose = (np.arange(ids.shape[0]) >= used) & (ids != SENTINEL_PAGE)
+            refuse_rows(_OWNER, "page_ids", ids, loose, "must name page 0 in padding", "entry", self.page_offsets)
 
     def _check_slots(self) -> None:
-        slots, size, tokens = self.write_slots, self.tokens_per_page, int(self.query_offsets[-1])
-        refuse_rows(_OWNER, "write_slots", slots[tokens:], slots[tokens:] != -1, "must be -1 for padding", "token")
+        slots, size, offsets = self.write_slots, self.tokens_per_page, self.query_offsets
         limit = self.num_pages * size
         bad = (slots < -1) | (slots >= limit) | ((slots >= 0) & (slots < size))
-        refuse_rows(_OWNER, "write_slots", slots, bad, f"must be -1 or in {size}..{limit - 1}", "token")
+        rule = f"must be -1 or in {size}..{limit - 1}"
+        refuse_rows(_OWNER, "write_slots", slots, bad, rule, "token", offsets)
         written = np.sort(slots[slots >= 0])
         twice = written[1:] == written[:-1]
         if twice.any():
             slot = int(written[1:][twice][0])
-            rows = np.flatnonzero(slots == slot).tolist()
-            raise InvalidInputError(f"PageTable.write_slots: slot {slot} is written twice, by tokens {rows}.")
+            where = " and ".join(place(int(i), "token", offsets) for i in np.flatnonzero(slots == slot)[:2])
+            raise InvalidInputError(f"PageTable.write_slots: slot {slot} is written twice, by {where}.")
+        own = self._own_slots()
+        refuse_rows(_OWNER, "write_slots", slots, (own < 0) & (slots >= 0), "must be -1 in padding", "token", offsets)
+        wrong = (slots >= 0) & (slots != own)
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            raise InvalidInputError(
+                f"PageTable.write_slots: {place(i, 'token', offsets)} is at position {self.positions()[i]}, whose slot "
+                f"is {own[i]}; got {slots[i]}. Pass that slot, or -1 if the token is not written."
+            )
+
+    def _own_slots(self) -> np.ndarray:
+        """(tokens,) the slot of every token's position in its own row's pages; −1 where it has no position."""
+        position, size = self.positions(), self.tokens_per_page
+        out = np.full(self.num_tokens, -1, np.int64)
+        live = np.flatnonzero(position >= 0)
+        rows = np.repeat(np.arange(self.num_rows), self.query_lens)[live]
+        page, offset = np.divmod(position[live], size)
+        out[live] = self.page_ids[self.page_offsets[rows] + page].astype(np.int64) * size + offset
+        return out
 
     @property
     def num_rows(self) -> int:
@@ -155,12 +192,14 @@ class PageTable:
         return out
 
     def pad(self, *, rows: int, tokens: int, listed_pages: int, max_query_len: int, max_kv_len: int) -> PageTable:
-        """The same step at larger static shapes: empty rows, tokens that write nothing, pages naming the sentinel."""
-        owner = "PageTable.pad"
-        rows = check_int(owner, "rows", rows, minimum=self.num_rows)
-        tokens = check_int(owner, "tokens", tokens, minimum=self.num_tokens)
-        listed_pages = check_int(owner, "listed_pages", listed_pages, minimum=int(self.page_offsets[-1]))
-        live = int(self.page_offsets[-1])
+        """The same step at larger static shapes: empty rows, tokens that write nothing, pages naming the sentinel.
+
+        Raises `InvalidInputError` that names the shape which is too small for this step.
+        """
+        owner, top, live = "PageTable.pad", MAX_ENTRIES, int(self.page_offsets[-1])
+        rows = check_int(owner, "rows", rows, minimum=self.num_rows, maximum=top)
+        tokens = check_int(owner, "tokens", tokens, minimum=self.num_tokens, maximum=top)
+        listed_pages = check_int(owner, "listed_pages", listed_pages, minimum=live, maximum=top)
         return PageTable.trusted(
             query_offsets=_extend(self.query_offsets, rows + 1, int(self.query_offsets[-1])),
             page_offsets=_extend(self.page_offsets, rows + 1, live),
@@ -183,7 +222,7 @@ class PageTable:
     @classmethod
     def from_bytes(cls, data: bytes) -> PageTable:
         """Decode and validate what `to_bytes` wrote."""
-        return codec.build(cls, "PageTable", codec.decode("PageTable", 1, data, _ARRAYS))
+        return codec.load(cls, 1, data, _ARRAYS)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PageTable) and self.to_bytes() == other.to_bytes()
@@ -197,59 +236,25 @@ def _extend(array: np.ndarray, length: int, fill: int) -> np.ndarray:
     return out
 
 
-def pages_for(kv_lens, tokens_per_page: int):
-    """Pages that `kv_lens` tokens need: ceil division, for an int or an array (scenario L10)."""
-    return -(-kv_lens // tokens_per_page)
+@overload
+def pages_for(kv_lens: int, tokens_per_page: int) -> int: ...
+@overload
+def pages_for(kv_lens: Any, tokens_per_page: int) -> Any: ...
+def pages_for(kv_lens: Any, tokens_per_page: int) -> Any:
+    """Pages that `kv_lens` ≥ 0 tokens need: ceil division (scenario L10), for an int or an array of an integer dtype.
 
-
-def build_page_table(
-    *,
-    query_lens: list[int] | np.ndarray,
-    kv_lens: list[int] | np.ndarray,
-    pages: list[list[int]] | list[np.ndarray],
-    tokens_per_page: int,
-    num_pages: int,
-    max_query_len: int | None = None,
-    max_kv_len: int | None = None,
-) -> PageTable:
-    """`PageTable` of rows that write each of their new tokens at its own position.
-
-    - `query_lens`, `kv_lens` (rows,): new tokens, and tokens after the step.
-    - `pages`: for each row the pages it holds, at least ceil(kv_len / tokens_per_page); surplus pages are not listed.
-
-    Raises `InvalidInputError` if a row holds too few pages, and whatever `PageTable` refuses.
+    The values of an array that is not numpy's may be unknown (traced), and are not looked at; of others a negative one
+    is refused.
     """
-    owner = "build_page_table"
-    size = check_int(owner, "tokens_per_page", tokens_per_page, minimum=1)
-    query = check_int32_vector(owner, "query_lens", query_lens)
-    kv = check_int32_vector(owner, "kv_lens", kv_lens, length=query.shape[0])
-    if len(pages) != query.shape[0]:
-        raise InvalidInputError(
-            f"{owner}.pages must have one list for each of {query.shape[0]} rows, got {len(pages)}."
-        )
-    refuse_rows(owner, "query_lens", query, query < 0, "must not be negative")
-    refuse_rows(owner, "kv_lens", kv, kv < 0, "must not be negative")
-    need = pages_for(kv, size)
-    held = np.fromiter((len(p) for p in pages), np.int64, len(pages))
-    refuse_rows(owner, "pages", held, held < need, "holds fewer pages than ceil(kv_len / tokens_per_page)")
-    used = [np.asarray(p[:n], np.int64) for p, n in zip(pages, need.tolist())]
-    page_ids = np.concatenate(used) if used else np.zeros(0, np.int64)
-    page_offsets, query_offsets = (np.concatenate([[0], np.cumsum(x, dtype=np.int64)]) for x in (need, query))
-    rows = np.repeat(np.arange(query.shape[0]), query)
-    position = np.arange(rows.shape[0]) - query_offsets[rows] + kv[rows] - query[rows]
-    live = (kv[rows] > 0) & (position >= 0)
-    slots = np.full(rows.shape[0], -1, np.int64)
-    listed = page_offsets[rows[live]] + position[live] // size
-    slots[live] = page_ids[listed] * size + position[live] % size
-    return PageTable(
-        query_offsets=query_offsets,
-        page_offsets=page_offsets,
-        page_ids=page_ids,
-        last_page_len=np.where(kv > 0, kv - size * (np.maximum(need, 1) - 1), 0),
-        kv_lens=kv,
-        write_slots=slots,
-        max_query_len=int(query.max(initial=0)) if max_query_len is None else max_query_len,
-        max_kv_len=int(kv.max(initial=0)) if max_kv_len is None else max_kv_len,
-        tokens_per_page=size,
-        num_pages=num_pages,
-    )
+    size = check_int("pages_for", "tokens_per_page", tokens_per_page, minimum=1)
+    dtype = getattr(kv_lens, "dtype", None)
+    if dtype is None or isinstance(kv_lens, np.generic):
+        return -(-check_int("pages_for", "kv_lens", kv_lens, minimum=0) // size)
+    if getattr(dtype, "kind", None) not in ("i", "u"):
+        raise InvalidInputError(f"pages_for.kv_lens must be of an integer dtype, got {show(dtype)}.")
+    if isinstance(kv_lens, np.ndarray) and kv_lens.size and kv_lens.min() < 0:
+        raise InvalidInputError(f"pages_for.kv_lens must not be negative, got {kv_lens.min()}.")
+    if isinstance(kv_lens, np.ndarray) and dtype.itemsize < 4:
+        kv_lens = kv_lens.astype(np.int32)  # a page size need not fit the dtype of short lengths
+    # -(-n // size) would wrap unsigned lengths, and (n + size - 1) // size lengths near the top of int32.
+    return kv_lens // size + (kv_lens % size != 0).astype(kv_lens.dtype)
