@@ -1,0 +1,215 @@
+"""FlashInfer as a backend: append, CUDA-core or tensor-core decode, and FA3 or FA2 prefill, through XLA's FFI."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Shaped
+
+from paged.backends import moves
+from paged.backends.flashinfer import modules, ops
+from paged.backends.flashinfer.module_spec import ModuleSpec
+from paged.backends.flashinfer.plan import (
+    PlanArrays,
+    StaticPlan,
+    decode_info,
+    plan_arrays,
+    prefill_info,
+    static_plan,
+)
+from paged.backends.protocol import AttentionExtras, KvArrays, Rung, TableArrays
+from paged.common import AttentionSpec, Capabilities, Range
+from paged.common.checks import check_choice, check_int
+from paged.common.dtypes import FP8_DTYPES
+from paged.common.errors import InvalidInputError, UnsupportedError
+
+TIERS = ("exact", "fast")
+
+
+def _capabilities(tier: str) -> Capabilities:
+    return Capabilities(
+        dtypes=frozenset({"bfloat16", "float16"}),
+        kv_dtypes=frozenset({"bfloat16", "float16", "float8_e4m3fn"}),
+        page_sizes=Range(1, 256),
+        head_dims=frozenset({64, 128, 256}),
+        # Group sizes that the CUDA-core decode kernel is instantiated for.
+        group_sizes=frozenset({1, 2, 3, 4, 6, 8, 16}),
+        features=frozenset({"window", "soft_cap", "lse", "non_causal", "kv_scales", "prefill", "decode", "mixed"}),
+        # Prefill rounds the softmax weights to the input's dtype in either tier; the exact tier's decode does not.
+        numerics="N1",
+        promises=frozenset({"deterministic", "batch_invariant", "shard_invariant"}),
+        platforms=frozenset({"gpu", "cuda"}),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashInferBackend:
+    """FlashInfer's kernels with plans of our own.
+
+    - `tier`: `"exact"` decodes on CUDA cores with float32 weights; `"fast"` decodes on tensor cores, 1.4 times as fast,
+      with weights rounded to the input's dtype. Prefill is the same in both.
+    - `directory`: of the built modules; None is `modules.default_directory()`.
+    - `split_tokens`: a row's length is cut into pieces of this many tokens in decode. It enters the bits, so it is
+      pinned here and never follows the batch.
+    - `prefill`: `"fa3"` (needs modules built for 9.0a; not for fp8 pools, which take fa2) or `"fa2"`.
+    - `sm_count`: SMs of the device; None asks it. It does not enter the bits.
+    """
+
+    tier: str = "exact"
+    directory: pathlib.Path | None = None
+    split_tokens: int = 512
+    prefill: str = "fa3"
+    prefill_tile: int = 64
+    sm_count: int | None = None
+    name: str = "flashinfer"
+
+    def __post_init__(self) -> None:
+        check_choice("FlashInferBackend", "tier", self.tier, TIERS)
+        check_choice("FlashInferBackend", "prefill", self.prefill, ("fa2", "fa3"))
+        check_int("FlashInferBackend", "split_tokens", self.split_tokens, minimum=16)
+        if self.prefill_tile not in (16, 64, 128):
+            raise InvalidInputError(f"FlashInferBackend.prefill_tile must be 16, 64 or 128, got {self.prefill_tile!r}.")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The declaration of this tier."""
+        return _capabilities(self.tier)
+
+    def static_plan(self, rung: Rung, spec: AttentionSpec) -> StaticPlan:
+        """One value per rung and spec. Needs the rung's `group_size`, `head_dim` and `kv_dtype`."""
+        if rung.group_size is None or rung.head_dim is None or rung.kv_dtype is None:
+            raise InvalidInputError(
+                f"a FlashInfer plan depends on group_size, head_dim and kv_dtype; this rung has {rung.group_size}, "
+                f"{rung.head_dim} and {rung.kv_dtype}. Give them to Rung.of."
+            )
+        prefill = "fa2" if rung.kv_dtype in FP8_DTYPES else self.prefill
+        # FlashInfer's split counts pieces differently under a window (spec of the kernel: from the window's start), so
+        # tensor-core decode is not split there; a window bounds the work anyway.
+        unsplit = self.tier == "fast" and spec.window is not None
+        tensor_cores = self.tier == "fast" and rung.group_size <= 16
+        return static_plan(
+            rung,
+            decode="tensor_cores" if tensor_cores else "cuda_cores",
+            prefill=prefill,
+            chunk=None if unsplit else self.split_tokens,
+            tile=self.prefill_tile if prefill == "fa2" else (192 if rung.head_dim == 64 else 128),
+            ctas=self.sm_count or _sm_count() if prefill == "fa3" else 0,
+        )
+
+    def plan_arrays(self, static: StaticPlan, table: TableArrays) -> PlanArrays:
+        """See `plan.plan_arrays`."""
+        return plan_arrays(static, table)
+
+    def append(
+        self,
+        pool: KvArrays,
+        key: Shaped[Array, "t k d"],
+        value: Shaped[Array, "t k e"],
+        slots: Int32[Array, " t"],
+        static: StaticPlan,
+        arrays: PlanArrays,
+    ) -> KvArrays:
+        """Written in place by FlashInfer's kernel; padding tokens write zeros to the sentinel, which stays finite."""
+        size = pool.keys.shape[1]
+        written = (slots >= 0)[:, None, None]
+        row, offset = (jnp.where(slots >= 0, x, 0) for x in (slots // size, slots % size))
+        zero = jnp.zeros((), key.dtype)
+        key, value = (jnp.where(written, x, zero) for x in (key, value))
+        return ops.append(self._target(ModuleSpec("append")), pool, key, value, row, offset)
+
+    def attend(
+        self,
+        query: Float[Array, "t h d"],
+        pool: KvArrays,
+        page_base: Int32[Array, ""] | int,
+        static: StaticPlan,
+        arrays: PlanArrays,
+        spec: AttentionSpec,
+        extras: AttentionExtras,
+    ) -> tuple[Float[Array, "t h e"], Float[Array, "t h"]]:
+        """One-token rows by the decode kernel, longer ones by the prefill kernel, masked together."""
+        head_dim, kv, rows = query.shape[2], pool.dtype.name, static.rung.rows
+        if kv not in FP8_DTYPES and pool.dtype != query.dtype:
+            raise UnsupportedError(
+                f"backend {self.name!r} takes 16-bit pools of the query's dtype; got a {kv} pool and {query.dtype} "
+                f"queries.",
+                capability="kv_dtypes",
+            )
+        options = {"window": spec.window is not None, "soft_cap": spec.soft_cap is not None, "head_dim": head_dim}
+        attributes = {
+            "window_left": np_int(-1 if spec.window is None else spec.window - 1),
+            "soft_cap": float(spec.soft_cap or 0.0),
+            "scale": float(spec.scale),
+        }
+        lists = (arrays.page_offsets, arrays.page_ids + jnp.asarray(page_base, jnp.int32), arrays.last_page_len)
+        scale = jnp.ones((), jnp.float32) if extras.key_scale is None else extras.key_scale
+        common = {"words": arrays.decode_words, "key_scale": scale.reshape(1)}
+        heads = query.shape[1]
+
+        kind, first = ("decode", lists), query[arrays.first_token]
+        if static.decode == "tensor_cores":
+            kind = ("prefill", (jnp.arange(rows + 1, dtype=jnp.int32), *lists))
+            attributes_decode = attributes | {"causal": np_int(1)}
+        else:
+            attributes_decode = attributes
+        module = ModuleSpec(kind[0], query.dtype.name, kv, "float32", **options)
+        out, lse = ops.attend(
+            self._target(module),
+            first,
+            pool,
+            kind[1],
+            out_dtype=jnp.dtype(jnp.float32),
+            plan=decode_info(static, query_heads=heads, head_dim=head_dim),
+            **common,
+            **attributes_decode,
+        )
+        out, lse = out[arrays.token_row], lse[arrays.token_row]
+        if static.prefill is not None:
+            wide = kv in FP8_DTYPES
+            kind_name = "prefill" if static.prefill == "fa2" else "prefill_sm90"
+            module = ModuleSpec(kind_name, query.dtype.name, kv, "float32" if wide else query.dtype.name, **options)
+            long_out, long_lse = ops.attend(
+                self._target(module),
+                query,
+                pool,
+                (arrays.query_offsets, *lists),
+                out_dtype=jnp.dtype(module.out),
+                plan=prefill_info(static),
+                **(common | {"words": arrays.prefill_words}),
+                **attributes,
+                causal=np_int(spec.causal),
+            )
+            single = arrays.single[:, None]
+            out = jnp.where(single[..., None], out, long_out.astype(jnp.float32))
+            lse = jnp.where(single, lse, long_lse)
+        live = arrays.live[:, None]
+        if extras.value_scale is not None:
+            out = out * extras.value_scale
+        out = jnp.where(live[..., None], out, jnp.float32(0)).astype(query.dtype)
+        return out, jnp.where(live, lse, -jnp.inf)
+
+    def scrub(self, pool: KvArrays, pages: Int32[Array, " n"]) -> KvArrays:
+        """See `paged.backends.moves.scrub`."""
+        return moves.scrub(pool, pages)
+
+    def copy_pages(self, pool: KvArrays, source: Int32[Array, " n"], target: Int32[Array, " n"]) -> KvArrays:
+        """See `paged.backends.moves.copy_pages`."""
+        return moves.copy_pages(pool, source, target)
+
+    def _target(self, spec: ModuleSpec) -> str:
+        return modules.ffi_target(spec, self.directory or modules.default_directory())
+
+
+def _sm_count() -> int:
+    """SMs of the first GPU."""
+    return int(jax.devices("gpu")[0].core_count)
+
+
+def make_backend(**options) -> FlashInferBackend:
+    """The factory of the entry point `flashinfer`; options are the fields of `FlashInferBackend`. Touches no device."""
+    if "directory" in options and options["directory"] is not None:
+        options["directory"] = pathlib.Path(options["directory"])
+    return FlashInferBackend(**options)

@@ -1,0 +1,23 @@
+// XLA hands over all operands, then all results, then attributes; FlashInfer's entry point interleaves them.
+#include "batch_prefill_config.inc"
+#include "tvm/ffi/container/array.h"
+#include "tvm_ffi_utils.h"
+
+using tvm::ffi::Array;
+using tvm::ffi::Optional;
+
+void BatchPrefillWithPagedKVCacheRun(TensorView float_workspace, TensorView int_workspace, Array<int64_t> plan,
+                                     TensorView q, TensorView k, TensorView v, TensorView qo_indptr, TensorView indptr,
+                                     TensorView indices, TensorView last_page_len, TensorView o,
+                                     Optional<TensorView> lse, int64_t mask_mode, int64_t layout, int64_t window_left,
+                                     bool enable_pdl ADDITIONAL_FUNC_PARAMS);
+
+void PagedPrefill(TensorView q, TensorView k, TensorView v, TensorView qo_indptr, TensorView indptr,
+                  TensorView indices, TensorView last_page_len, TensorView int_workspace, TensorView k_scale,
+                  TensorView o, TensorView lse, TensorView float_workspace, Array<int64_t> plan, int64_t causal,
+                  int64_t window_left, double soft_cap, double scale) {
+  BatchPrefillWithPagedKVCacheRun(float_workspace, int_workspace, plan, q, k, v, qo_indptr, indptr, indices,
+                                  last_page_len, o, Optional<TensorView>(lse), causal, /*NHD*/ 0, window_left,
+                                  /*pdl*/ false, Optional<TensorView>(k_scale), soft_cap, scale);
+}
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(paged_prefill, PagedPrefill);

@@ -1,0 +1,81 @@
+"""Finds, checks and loads compiled modules, and registers their functions with XLA, once per process."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+
+from paged.backends.flashinfer.build import MANIFEST, module_key, sha256
+from paged.backends.flashinfer.module_spec import ModuleSpec
+from paged.common.errors import BackendUnavailableError
+
+DIRECTORY_VARIABLE = "PAGED_FLASHINFER_DIR"
+
+_FUNCTIONS = {
+    "append": ("paged_append", ["args", "attrs.layout"]),
+    "decode": ("paged_decode", ["args", "rets", *(f"attrs.{a}" for a in ("plan", "window_left", "soft_cap", "scale"))]),
+    "prefill": (
+        "paged_prefill",
+        ["args", "rets", *(f"attrs.{a}" for a in ("plan", "causal", "window_left", "soft_cap", "scale"))],
+    ),
+}
+_FUNCTIONS["prefill_sm90"] = _FUNCTIONS["prefill"]
+
+
+def default_directory() -> pathlib.Path:
+    """Where modules are looked for: `$PAGED_FLASHINFER_DIR`, else `flashinfer` under the user's cache of paged."""
+    if given := os.environ.get(DIRECTORY_VARIABLE):
+        return pathlib.Path(given)
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    return cache / "paged" / "flashinfer"
+
+
+@functools.cache
+def manifest(directory: pathlib.Path) -> dict:
+    """The directory's manifest, or `BackendUnavailableError` with the build command."""
+    try:
+        return json.loads((directory / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise BackendUnavailableError(
+            f"no FlashInfer modules at {directory}. Build them (nvcc, no GPU needed): paged build flashinfer "
+            f"--output {directory}; or set {DIRECTORY_VARIABLE} to a directory that was built elsewhere."
+        ) from None
+
+
+@functools.cache
+def ffi_target(spec: ModuleSpec, directory: pathlib.Path) -> str:
+    """Name of the XLA FFI target of a module, loaded and registered on first use.
+
+    The library's bytes must match the manifest's SHA-256, and its key what this release would build (requirement X5):
+    adapters and kernels that do not belong together are refused, not called.
+    """
+    found = manifest(directory)
+    entry, file = found["modules"].get(spec.name), directory / f"{spec.name}.so"
+    if entry is None:
+        have = ", ".join(sorted(found["modules"])) or "none"
+        raise BackendUnavailableError(
+            f"module {spec.name} is not built in {directory} (there: {have}). Run: paged build flashinfer "
+            f"--output {directory} --module {spec.name}"
+        )
+    if entry["key"] != module_key(spec, found["arch"], found["flashinfer"]):
+        raise BackendUnavailableError(
+            f"module {spec.name} in {directory} was built by another release; build it again."
+        )
+    if not file.is_file() or sha256(file) != entry["sha256"]:
+        raise BackendUnavailableError(f"{file} does not match the SHA-256 of its manifest; it is not loaded.")
+    try:
+        import jax_tvm_ffi
+        import tvm_ffi
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"calling FlashInfer needs jax-tvm-ffi ({error}). Run: pip install 'paged[flashinfer]'"
+        ) from None
+    function, arguments = _FUNCTIONS[spec.kind]
+    target = f"paged.flashinfer.{spec.name}.{entry['key']}"
+    module = tvm_ffi.load_module(str(file))
+    jax_tvm_ffi.register_ffi_target(
+        target, module.get_function(function), arguments, platform="gpu", allow_cuda_graph=True
+    )
+    return target
