@@ -56,7 +56,9 @@ class TableArrays(eqx.Module):
 class Rung:
     """Static shapes of one compiled program: a step of the ladder, plus the geometry of one layer.
 
-    `rows`, `tokens`, `listed_pages` are array lengths; `max_query_len` and `max_kv_len` bound every row.
+    - `rows`, `tokens`, `listed_pages` are array lengths; `max_query_len` and `max_kv_len` bound every row.
+    - `group_size` (query heads per KV head), `head_dim`, `kv_dtype`: geometry of heads, the same on every shard. None
+      where whoever made the rung does not know; a backend whose plans depend on them then refuses, by name.
     """
 
     rows: int
@@ -66,6 +68,9 @@ class Rung:
     max_kv_len: int
     tokens_per_page: int
     num_pages: int
+    group_size: int | None = None
+    head_dim: int | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         per_field(check_int, self, "rows", "tokens", "listed_pages", "max_query_len", "max_kv_len", minimum=0)
@@ -84,6 +89,10 @@ class Rung:
             tokens_per_page=table.tokens_per_page,
             num_pages=table.num_pages,
         )
+
+    def with_heads(self, *, group_size: int, head_dim: int, kv_dtype: str) -> Rung:
+        """The same rung with the geometry of heads filled in."""
+        return dataclasses.replace(self, group_size=group_size, head_dim=head_dim, kv_dtype=kv_dtype)
 
 
 class AttentionExtras(eqx.Module):

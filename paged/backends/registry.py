@@ -18,7 +18,11 @@ from paged.common import Capabilities
 from paged.common.errors import BackendUnavailableError, InvalidInputError
 
 GROUP = "paged.backends"
-BUILT_IN = {"reference": "paged.reference.backend:make_backend", "xla": "paged.backends.xla:make_backend"}
+BUILT_IN = {
+    "reference": "paged.reference.backend:make_backend",
+    "xla": "paged.backends.xla:make_backend",
+    "flashinfer": "paged.backends.flashinfer:make_backend",
+}
 """Also found without distribution metadata, as in a source tree on PYTHONPATH."""
 
 MEMBERS = tuple(name for name in vars(AttentionBackend) if not name.startswith("_"))

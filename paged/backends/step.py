@@ -189,6 +189,10 @@ def _check_shapes(
             )
     if query.shape[1] % heads or query.shape[2] != key.shape[2]:
         raise InvalidInputError(f"query (t, h, d) {query.shape} does not fit keys of {key.shape[1:]}.")
+    found = {"group_size": query.shape[1] // heads, "head_dim": query.shape[2], "kv_dtype": pool.dtype.name}
+    for field, value in found.items():
+        if getattr(rung, field) not in (None, value):
+            raise InvalidInputError(f"the plan was made for {field}={getattr(rung, field)}; these arrays have {value}.")
     words = backend.capabilities.pool_storage == "words"
     if words != (pool.words_of is not None):
         raise InvalidInputError(

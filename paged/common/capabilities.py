@@ -104,9 +104,11 @@ class Capabilities:
     """Declared limits of a backend. Asking for more is refused at construction, before any kernel runs.
 
     - `dtypes`, `kv_dtypes`: element types of query and output, and of the pool.
-    - `page_sizes`, `head_dims`, `group_sizes`: tokens per page, elements per head, query heads per KV head.
+    - `page_sizes`, `head_dims`, `group_sizes`: tokens per page, elements per head, query heads per KV head. Group sizes
+      are a range or a set.
     - `features`, `promises`, `regimes`: subsets of the vocabularies of this module.
-    - `numerics`: name of an entry of `NUMERIC_MODELS`.
+    - `numerics`: name of an entry of `NUMERIC_MODELS`; `decode_numerics`: the entry that holds for rows of one query
+      token, whatever batch they come in, where another kernel computes them; None is the same.
     - `max_page_id`: largest page id after the layer offset; `max_pool_bytes`: of one device's K or V array.
     - `pool_layout`: `"stacked"` (one array, layer l's page p is row l × pages + p) or `"per_layer"`.
     - `pool_storage`: `"typed"` or raw `"words"` (unsigned integers of the element's size).
@@ -118,11 +120,12 @@ class Capabilities:
     kv_dtypes: frozenset[str]
     page_sizes: Range
     head_dims: frozenset[int]
-    group_sizes: Range
+    group_sizes: Range | frozenset[int]
     features: frozenset[str]
     numerics: str
     promises: frozenset[str] = frozenset({"deterministic"})
     regimes: frozenset[str] = frozenset({"partition"})
+    decode_numerics: str | None = None
     max_page_id: int = INT32_LIMIT - 1
     max_pool_bytes: int = 2**63 - 1
     pool_layout: str = "stacked"
@@ -133,11 +136,13 @@ class Capabilities:
     def __post_init__(self) -> None:
         for field, vocabulary in _VOCABULARIES.items():
             per_field(check_names, self, field, vocabulary=vocabulary)
-        head_dims = self.head_dims
-        if not isinstance(head_dims, (frozenset, set, list, tuple)):
-            raise InvalidInputError(f"Capabilities.head_dims must be a set of ints, got {show(head_dims)}.")
-        checked = frozenset(check_int("Capabilities", "head_dims", dim, minimum=1) for dim in head_dims)
-        object.__setattr__(self, "head_dims", checked)
+        per_field(_check_int_set, self, "head_dims")
+        if not isinstance(self.group_sizes, Range):
+            if not isinstance(self.group_sizes, (frozenset, set)):
+                raise InvalidInputError(
+                    f"Capabilities.group_sizes must be a Range or a set of ints, got {show(self.group_sizes)}."
+                )
+            per_field(_check_int_set, self, "group_sizes")
         for field in ("dtypes", "kv_dtypes", "head_dims", "regimes", "platforms"):
             if not getattr(self, field):
                 raise InvalidInputError(f"Capabilities.{field} must not be empty: nothing could ever run.")
@@ -147,6 +152,8 @@ class Capabilities:
             if not isinstance(value := getattr(self, field), Range):
                 raise InvalidInputError(f"Capabilities.{field} must be a Range(low, high), got {show(value)}.")
         per_field(check_choice, self, "numerics", choices=tuple(NUMERIC_MODELS))
+        if self.decode_numerics is not None:
+            per_field(check_choice, self, "decode_numerics", choices=tuple(NUMERIC_MODELS))
         per_field(check_choice, self, "pool_layout", choices=("stacked", "per_layer"))
         per_field(check_choice, self, "pool_storage", choices=("typed", "words"))
         per_field(check_choice, self, "poison", choices=("any_bits", "finite"))
@@ -157,6 +164,11 @@ class Capabilities:
     def numeric_model(self) -> NumericModel:
         """The menu entry that `numerics` names."""
         return NUMERIC_MODELS[self.numerics]
+
+    @property
+    def decode_numeric_model(self) -> NumericModel:
+        """The menu entry that holds for rows of one query token."""
+        return NUMERIC_MODELS[self.decode_numerics or self.numerics]
 
     def require_layout(self, backend: str, layout: StorageLayout, *, num_query_heads: int, dtype: str) -> None:
         """Refuse a pool geometry that goes beyond the declaration.
@@ -239,17 +251,28 @@ _VOCABULARIES: dict[str, frozenset[str] | None] = {
     "regimes": REGIMES,
     "platforms": None,
 }
-_RANGES = ("page_sizes", "group_sizes")
+_RANGES = ("page_sizes",)
 
 
 def _revive(fields: dict[str, Any]) -> dict[str, Any]:
     out = dict(fields)
-    for field in _RANGES:
+    for field in (*_RANGES, "group_sizes"):
         value = out[field]
+        if field == "group_sizes" and isinstance(value, list):
+            out[field] = _check_int_set("Capabilities", field, value)
+            continue
         if not isinstance(value, dict) or value.keys() != {"low", "high", "powers_of_two"}:
             raise InvalidInputError(f"Capabilities.from_bytes: {field} must be a range, got {show(value)}.")
         out[field] = Range(**value)
     return out
+
+
+def _check_int_set(owner: str, field: str, value: object) -> frozenset[int]:
+    if not isinstance(value, (frozenset, set, list, tuple)):
+        raise InvalidInputError(f"{owner}.{field} must be a set of ints, got {show(value)}.")
+    if not value:
+        raise InvalidInputError(f"{owner}.{field} must not be empty: nothing could ever run.")
+    return frozenset(check_int(owner, field, entry, minimum=1) for entry in value)
 
 
 def _refuse(backend: str, capability: str, asked: Any, declared: frozenset[Any] | Range) -> None:

@@ -75,10 +75,12 @@ WRONG = {
     "bool": [*ANYTHING, 0, 1, "true", NAN, [True], np.array(True)],
     "dtype": [*ANYTHING, "", "float64", "BFLOAT16", 2, np.float32, np.dtype("float32"), ["float32"]],
     "choice": [*ANYTHING, "", "other", 1, ["float32"]],
+    "choice or none": [*ANYTHING[1:], "", "other", 1, ["float32"]],
     "name": [*NEITHER_NONE_NOR_TEXT, None, "", 1],
     "names": [*ANYTHING, "cpu", 3, {3}, [None], {""}, [["cpu"]], [Hostile()]],
     "head dims": [*ANYTHING, 64, "64", {"64"}, {0}, [-1], [True], [64.0], [HUGE], [Hostile()]],
     "range": [*ANYTHING, 4, (1, 4), range(1, 4), "1..4", {"low": 1, "high": 4, "powers_of_two": False}],
+    "range or set": [*ANYTHING, 4, (1, 4), [1, 4], range(1, 4), "1..4", {0}, {True}, {"1"}, {1.5}, set(), {"low": 1}],
     "vector": [
         *ANYTHING,
         *(5, 1.5, {1, 2}, range, (x for x in (1, 2)), "12"),
@@ -178,7 +180,9 @@ CALLS = {
         CAPABILITIES,
         {
             **dict.fromkeys(("dtypes", "kv_dtypes", "features", "promises", "regimes", "platforms"), "names"),
-            **dict.fromkeys(("page_sizes", "group_sizes"), "range"),
+            "page_sizes": "range",
+            "group_sizes": "range or set",
+            "decode_numerics": "choice or none",
             **dict.fromkeys(("numerics", "pool_layout", "pool_storage", "poison"), "choice"),
             "head_dims": "head dims",
             "max_page_id": "positive",

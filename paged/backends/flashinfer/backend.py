@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped
 
 from paged.backends import moves
@@ -40,6 +44,7 @@ def _capabilities(tier: str) -> Capabilities:
         features=frozenset({"window", "soft_cap", "lse", "non_causal", "kv_scales", "prefill", "decode", "mixed"}),
         # Prefill rounds the softmax weights to the input's dtype in either tier; the exact tier's decode does not.
         numerics="N1",
+        decode_numerics="N0" if tier == "exact" else "N1",
         promises=frozenset({"deterministic", "batch_invariant", "shard_invariant"}),
         platforms=frozenset({"gpu", "cuda"}),
     )
@@ -131,65 +136,89 @@ class FlashInferBackend:
         extras: AttentionExtras,
     ) -> tuple[Float[Array, "t h e"], Float[Array, "t h"]]:
         """One-token rows by the decode kernel, longer ones by the prefill kernel, masked together."""
-        head_dim, kv, rows = query.shape[2], pool.dtype.name, static.rung.rows
+        kv = pool.dtype.name
         if kv not in FP8_DTYPES and pool.dtype != query.dtype:
             raise UnsupportedError(
-                f"backend {self.name!r} takes 16-bit pools of the query's dtype; got a {kv} pool and {query.dtype} "
-                f"queries.",
+                f"backend {self.name!r} takes 16-bit pools of the query's dtype; got {kv} and {query.dtype}.",
                 capability="kv_dtypes",
             )
-        options = {"window": spec.window is not None, "soft_cap": spec.soft_cap is not None, "head_dim": head_dim}
-        attributes = {
-            "window_left": np_int(-1 if spec.window is None else spec.window - 1),
-            "soft_cap": float(spec.soft_cap or 0.0),
-            "scale": float(spec.scale),
-        }
         lists = (arrays.page_offsets, arrays.page_ids + jnp.asarray(page_base, jnp.int32), arrays.last_page_len)
         scale = jnp.ones((), jnp.float32) if extras.key_scale is None else extras.key_scale
-        common = {"words": arrays.decode_words, "key_scale": scale.reshape(1)}
-        heads = query.shape[1]
-
-        kind, first = ("decode", lists), query[arrays.first_token]
-        if static.decode == "tensor_cores":
-            kind = ("prefill", (jnp.arange(rows + 1, dtype=jnp.int32), *lists))
-            attributes_decode = attributes | {"causal": np_int(1)}
-        else:
-            attributes_decode = attributes
-        module = ModuleSpec(kind[0], query.dtype.name, kv, "float32", **options)
-        out, lse = ops.attend(
-            self._target(module),
-            first,
-            pool,
-            kind[1],
-            out_dtype=jnp.dtype(jnp.float32),
-            plan=decode_info(static, query_heads=heads, head_dim=head_dim),
-            **common,
-            **attributes_decode,
-        )
-        out, lse = out[arrays.token_row], lse[arrays.token_row]
-        if static.prefill is not None:
-            wide = kv in FP8_DTYPES
-            kind_name = "prefill" if static.prefill == "fa2" else "prefill_sm90"
-            module = ModuleSpec(kind_name, query.dtype.name, kv, "float32" if wide else query.dtype.name, **options)
-            long_out, long_lse = ops.attend(
-                self._target(module),
+        call = functools.partial(self._attend, pool=pool, lists=lists, spec=spec, key_scale=scale.reshape(1))
+        out, lse = self._decode(call, query, static, arrays)
+        if arrays.prefill_words is not None:
+            kind = "prefill" if static.prefill == "fa2" else "prefill_sm90"
+            long_out, long_lse = call(
+                kind,
                 query,
-                pool,
-                (arrays.query_offsets, *lists),
-                out_dtype=jnp.dtype(module.out),
+                words=arrays.prefill_words,
+                query_offsets=arrays.query_offsets,
+                # FA2 can write float32, which leaves fp8's value scale one rounding; FA3 writes the query's dtype.
+                out_dtype="float32" if kv in FP8_DTYPES else query.dtype.name,
                 plan=prefill_info(static),
-                **(common | {"words": arrays.prefill_words}),
-                **attributes,
-                causal=np_int(spec.causal),
             )
             single = arrays.single[:, None]
             out = jnp.where(single[..., None], out, long_out.astype(jnp.float32))
             lse = jnp.where(single, lse, long_lse)
-        live = arrays.live[:, None]
         if extras.value_scale is not None:
             out = out * extras.value_scale
+        live = arrays.live[:, None]
         out = jnp.where(live[..., None], out, jnp.float32(0)).astype(query.dtype)
         return out, jnp.where(live, lse, -jnp.inf)
+
+    def _decode(
+        self, call: Callable, query: Float[Array, "t h d"], static: StaticPlan, arrays: PlanArrays
+    ) -> tuple[Float[Array, "t h e"], Float[Array, "t h"]]:
+        """Every row's first token through the decode kernel; only the results of one-token rows are used."""
+        cores = static.decode == "tensor_cores"
+        rows = static.rung.rows
+        out, lse = call(
+            "prefill" if cores else "decode",
+            query[arrays.first_token],
+            words=arrays.decode_words,
+            query_offsets=jnp.arange(rows + 1, dtype=jnp.int32) if cores else None,
+            out_dtype="float32",
+            plan=decode_info(static, query_heads=query.shape[1], head_dim=query.shape[2]),
+            causal=True,
+        )
+        return out[arrays.token_row], lse[arrays.token_row]
+
+    def _attend(
+        self,
+        kind: str,
+        query: Float[Array, "n h d"],
+        *,
+        pool: KvArrays,
+        lists: tuple[Array, Array, Array],
+        spec: AttentionSpec,
+        key_scale: Float[Array, " 1"],
+        words: Int32[Array, " w"],
+        query_offsets: Int32[Array, " r1"] | None,
+        out_dtype: str,
+        plan: tuple[tuple[int, ...], int],
+        causal: bool | None = None,
+    ) -> tuple[Float[Array, "n h e"], Float[Array, "n h"]]:
+        module = ModuleSpec(
+            kind,
+            query=query.dtype.name,
+            kv=pool.dtype.name,
+            out=out_dtype,
+            head_dim=query.shape[2],
+            window=spec.window is not None,
+            soft_cap=spec.soft_cap is not None,
+        )
+        attributes = {
+            # Tokens before the query's own; the spec counts that one too.
+            "window_left": np.int64(-1 if spec.window is None else spec.window - 1),
+            "soft_cap": float(spec.soft_cap or 0.0),
+            "scale": float(spec.scale),
+        }
+        if kind != "decode":
+            attributes["causal"] = np.int64(spec.causal if causal is None else causal)
+        offsets = () if query_offsets is None else (query_offsets,)
+        return ops.attend(
+            self._target(module), query, pool, (*offsets, *lists), words, key_scale, out_dtype, plan, attributes
+        )
 
     def scrub(self, pool: KvArrays, pages: Int32[Array, " n"]) -> KvArrays:
         """See `paged.backends.moves.scrub`."""
@@ -208,7 +237,7 @@ def _sm_count() -> int:
     return int(jax.devices("gpu")[0].core_count)
 
 
-def make_backend(**options) -> FlashInferBackend:
+def make_backend(**options: Any) -> FlashInferBackend:
     """The factory of the entry point `flashinfer`; options are the fields of `FlashInferBackend`. Touches no device."""
     if "directory" in options and options["directory"] is not None:
         options["directory"] = pathlib.Path(options["directory"])

@@ -216,7 +216,7 @@ def _generate(spec: ModuleSpec, sources: Sources, where: pathlib.Path) -> list[p
 
 
 def _includes(sources: Sources, where: pathlib.Path) -> list[str]:
-    import tvm_ffi
+    import tvm_ffi  # pyright: ignore[reportMissingImports]
 
     root = sources.root
     out = [f"-I{where}", f"-I{CSRC}"]

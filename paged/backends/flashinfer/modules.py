@@ -66,8 +66,8 @@ def ffi_target(spec: ModuleSpec, directory: pathlib.Path) -> str:
     if not file.is_file() or sha256(file) != entry["sha256"]:
         raise BackendUnavailableError(f"{file} does not match the SHA-256 of its manifest; it is not loaded.")
     try:
-        import jax_tvm_ffi
-        import tvm_ffi
+        import jax_tvm_ffi  # pyright: ignore[reportMissingImports]
+        import tvm_ffi  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise BackendUnavailableError(
             f"calling FlashInfer needs jax-tvm-ffi ({error}). Run: pip install 'paged[flashinfer]'"

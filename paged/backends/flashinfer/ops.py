@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +44,9 @@ def attend(
     lists: tuple[Array, ...],
     words: Int32[Array, " w"],
     key_scale: Float[Array, " 1"],
-    out_dtype: jnp.dtype,
+    out_dtype: str,
     plan: tuple[tuple[int, ...], int],
-    **attributes: int | float,
+    attributes: dict[str, Any],
 ) -> tuple[Float[Array, "n h d"], Float[Array, "n h"]]:
     """Output in the module's dtype and natural-log LSE. Rows that the plan does not name are left unwritten.
 
@@ -54,7 +55,7 @@ def attend(
     """
     info, float_bytes = plan
     results = (
-        jax.ShapeDtypeStruct(query.shape, out_dtype),
+        jax.ShapeDtypeStruct(query.shape, jnp.dtype(out_dtype)),
         jax.ShapeDtypeStruct(query.shape[:2], jnp.float32),
         jax.ShapeDtypeStruct((max(float_bytes, 16),), jnp.uint8),
     )

@@ -2,8 +2,8 @@
 
 FlashInfer's planners are not used: what they choose depends on the batch, the number of heads and the number of SMs,
 so the bits would too; their result is an XLA attribute, so a new one would be a recompilation; and one of them drops
-blocks when a row is empty. Here the chunk of a split and the tile of queries are pinned, the attribute (`plan_info`) is one
-constant per rung, and what depends on lengths lies in an int32 workspace that the kernels read on the device.
+blocks when a row is empty. Here the chunk of a split and the tile of queries are pinned, the attribute (`plan_info`)
+is one constant per rung, and what depends on lengths lies in an int32 workspace that the kernels read on the device.
 
 A row with one query token goes through the decode kernel and a longer one through a prefill kernel, in whatever batch
 it comes, so the neighbours of a row do not enter its bits.
