@@ -1,0 +1,255 @@
+"""A Llama-family decoder whose attention runs on pages, and the same weights with no cache at all."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
+
+from paged.backends.protocol import AttentionBackend, KvArrays
+from paged.backends.sharding import KvSharding
+from paged.backends.step import StepPlan
+from paged.common import AttentionSpec
+from paged.common.errors import InvalidInputError
+from paged.models.attention import Attention, dense_attention, paged_attention
+from paged.models.config import LAYER_WEIGHTS, MODEL_WEIGHTS, DecoderConfig
+from paged.models.layers import Mlp, Rotary, linear, rms_norm
+
+Pool = KvArrays | tuple[KvArrays, ...]
+"""One stacked pool for all layers, or one pool for each layer (`per_layer`)."""
+
+Heads = tuple[Array, Array, Array]
+"""Query (t, h, d), key (t, k, d) and value (t, k, d) of one layer."""
+
+Attended = tuple[Array, KvArrays]
+
+Attend = Callable[..., Attended]
+"""attend(layer, position in the block, pool, heads) -> attention's output and the pool."""
+
+
+class DecoderLayer(eqx.Module):
+    """Weights of one layer, or, with a leading axis, of every layer at one position of the block."""
+
+    attention_norm: Float[Array, "*l m"]
+    attention: Attention
+    mlp_norm: Float[Array, "*l m"]
+    mlp: Mlp
+
+    def __call__(
+        self,
+        x: Float[Array, "t m"],
+        rotary: Rotary,
+        config: DecoderConfig,
+        attend: Callable[[Heads], tuple[Float[Array, "t h d"], Any]],
+    ) -> tuple[Float[Array, "t m"], Any]:
+        """The layer around `attend`, which gets this layer's heads; also returns what else `attend` returned."""
+        y = rms_norm(x, self.attention_norm, config.rms_eps)
+        heads, state = attend(self.attention.project(y, rotary, config))
+        x = x + self.attention.combine(heads)
+        return x + self.mlp(rms_norm(x, self.mlp_norm, config.rms_eps)), state
+
+
+class Decoder(eqx.Module):
+    """Token ids and positions in, logits out.
+
+    - `layers[j]` stacks the layers at position j of the block: j, j + len(block), …
+    - `head` is None where embeddings are tied.
+
+    Weights are (out, in), in one floating dtype. Norms, rotary angles and logits are computed in float32.
+    """
+
+    embedding: Float[Array, "v m"]
+    layers: tuple[DecoderLayer, ...]
+    norm: Float[Array, " m"]
+    head: Float[Array, "v m"] | None
+    config: DecoderConfig = eqx.field(static=True)
+
+    def __call__(
+        self,
+        tokens: Int32[Array, " t"],
+        positions: Int32[Array, " t"],
+        sample_indices: Int32[Array, " n"],
+        pool: Pool,
+        plans: tuple[StepPlan, ...],
+        *,
+        backend: AttentionBackend,
+        sharding: KvSharding | None = None,
+        scan: bool = True,
+    ) -> tuple[Float[Array, "n v"], Pool]:
+        """One step over packed tokens of any mix of requests: float32 logits of the sampled rows, and the pool.
+
+        - `positions`: absolute position of every token; what padding tokens hold does not matter.
+        - `sample_indices`: tokens whose logits are wanted, e.g. the last one of every request.
+        - `pool`: what `paged.engine.KvPool` holds; donate it, and use the returned one from then on.
+        - `plans`: `plan_step` for each `AttentionSpec` of `config.block`, in order.
+        - `scan`: run the layers as one compiled loop over the block, carrying the pool. False unrolls them; a tuple
+          of per-layer pools must be unrolled.
+
+        No dense cache exists here: memory beyond the pool is that of one layer's activations. Raises
+        `InvalidInputError` while tracing if plans or pools do not fit the config.
+        """
+        _check_step(self.config, pool, plans, scan)
+
+        def attend(layer: Int32[Array, ""] | int, position: int, pool: KvArrays, heads: Heads) -> Attended:
+            return paged_attention(*heads, pool, plans[position], backend=backend, layer=layer, sharding=sharding)
+
+        x, rotary = self._embed(tokens), Rotary.at(positions, self.config)
+        if isinstance(pool, KvArrays) and scan:
+            x, pool = self._scanned(x, rotary, pool, attend)
+        else:
+            x, pool = self._unrolled(x, rotary, pool, attend)
+        return self._logits(jnp.take(x, sample_indices, axis=0, mode="clip")), pool
+
+    def _scanned(
+        self, x: Float[Array, "t m"], rotary: Rotary, pool: KvArrays, attend: Attend
+    ) -> tuple[Float[Array, "t m"], KvArrays]:
+        size = len(self.config.block)
+
+        def body(carry: tuple[Array, KvArrays], xs: tuple[tuple[DecoderLayer, ...], Array]) -> tuple[Any, None]:
+            (x, pool), (block, index) = carry, xs
+            for j, layer in enumerate(block):
+                x, pool = layer(x, rotary, self.config, partial(attend, index * size + j, j, pool))
+            return (x, pool), None
+
+        indices = jnp.arange(self.config.num_blocks, dtype=jnp.int32)
+        return lax.scan(body, (x, pool), (self.layers, indices))[0]
+
+    def _unrolled(
+        self, x: Float[Array, "t m"], rotary: Rotary, pool: Pool, attend: Attend
+    ) -> tuple[Float[Array, "t m"], Pool]:
+        pools = [pool] if isinstance(pool, KvArrays) else list(pool)
+        for index in range(self.config.num_layers):
+            block, j = divmod(index, len(self.config.block))
+            layer = jax.tree.map(operator.itemgetter(block), self.layers[j])
+            at = 0 if isinstance(pool, KvArrays) else index
+            x, pools[at] = layer(x, rotary, self.config, partial(attend, index, j, pools[at]))
+        return x, pools[0] if isinstance(pool, KvArrays) else tuple(pools)
+
+    def dense(self, tokens: Int32[Array, " t"]) -> Float[Array, "t v"]:
+        """Logits after every token of one whole sequence, with no cache and no pages: the dense side of parity.
+
+        Attention is t × t, causal, options of the block honoured. `jax.vmap` gives the batched variant.
+        """
+        rotary = Rotary.at(jnp.arange(tokens.shape[0], dtype=jnp.int32), self.config)
+
+        def attend(spec: AttentionSpec, heads: Heads) -> tuple[Array, None]:
+            return dense_attention(*heads, spec), None
+
+        def body(x: Array, block: tuple[DecoderLayer, ...]) -> tuple[Array, None]:
+            for layer, spec in zip(block, self.config.block):
+                x, _ = layer(x, rotary, self.config, partial(attend, spec))
+            return x, None
+
+        return self._logits(lax.scan(body, self._embed(tokens), self.layers)[0])
+
+    def _embed(self, tokens: Int32[Array, " t"]) -> Float[Array, "t m"]:
+        return jnp.take(self.embedding, tokens, axis=0, mode="clip")
+
+    def _logits(self, x: Float[Array, "n m"]) -> Float[Array, "n v"]:
+        x = rms_norm(x, self.norm, self.config.rms_eps)
+        head = self.embedding if self.head is None else self.head
+        return linear(x, head, out=jnp.float32)
+
+
+def _check_step(config: DecoderConfig, pool: Pool, plans: tuple[StepPlan, ...], scan: bool) -> None:
+    specs = tuple(plan.spec for plan in plans)
+    if specs != config.block:
+        raise InvalidInputError(
+            f"Decoder: plans must be for the attention of the block, one each, in order: expected {config.block}, "
+            f"got {specs}. Plan with `for spec in config.block`."
+        )
+    layers = config.num_layers
+    if isinstance(pool, tuple):
+        if scan or len(pool) != layers:
+            raise InvalidInputError(
+                f"Decoder: per-layer pools need scan=False and one pool for each of {layers} layers, got "
+                f"scan={scan} and {len(pool)} pools."
+            )
+        return
+    num_pages = plans[0].rung.num_pages
+    if pool.keys.shape[0] != layers * num_pages:
+        raise InvalidInputError(
+            f"Decoder: a stacked pool for {layers} layers of {num_pages} pages has {layers * num_pages} rows, got "
+            f"{pool.keys.shape[0]}."
+        )
+
+
+def stored_shape(config: DecoderConfig, weight: str) -> tuple[int, ...]:
+    """Shape of a weight as `Decoder` stores it: layer weights carry the stacked axis in front."""
+    return ((config.num_blocks,) if weight in LAYER_WEIGHTS else ()) + config.shape(weight)
+
+
+def abstract_decoder(config: DecoderConfig, dtype: str = "float32") -> Decoder:
+    """The decoder's structure with `jax.ShapeDtypeStruct` leaves; allocates nothing."""
+
+    def weights(names: Mapping[str, tuple[str, ...]]) -> dict[str, Array]:
+        return {name: jnp.zeros(stored_shape(config, name), dtype) for name in names}
+
+    def layer() -> DecoderLayer:
+        w = weights(LAYER_WEIGHTS)
+        attention = Attention(w["query"], w["key"], w["value"], w["output"])
+        return DecoderLayer(w["attention_norm"], attention, w["mlp_norm"], Mlp(w["gate"], w["up"], w["down"]))
+
+    def build() -> Decoder:
+        outer = weights(MODEL_WEIGHTS)
+        head = None if config.tied_embeddings else outer["head"]
+        return Decoder(outer["embedding"], tuple(layer() for _ in config.block), outer["norm"], head, config)
+
+    return jax.eval_shape(build)
+
+
+def map_weights(fill: Callable[[str, int | None, Any], Any], decoder: Decoder) -> Decoder:
+    """The decoder with every leaf replaced by `fill(name, position in the block or None, leaf)`.
+
+    Names are those of `LAYER_WEIGHTS` and `MODEL_WEIGHTS`: the fields that hold the leaves.
+    """
+
+    def leaf(path: tuple[Any, ...], value: Any) -> Any:
+        position = path[1].idx if path[0].name == "layers" else None
+        return fill(path[-1].name, position, value)
+
+    return jax.tree_util.tree_map_with_path(leaf, decoder)
+
+
+def decoder_specs(config: DecoderConfig, sharding: KvSharding) -> Decoder:
+    """The decoder's structure with `PartitionSpec` leaves, by the rules beside the config (`DecoderConfig.partition`).
+
+    Heads, the intermediate size and the vocabulary are laid over the KV-head axes; norms are replicated, and so is
+    everything over the mesh's other axes.
+    """
+    return map_weights(lambda name, *_: config.partition(name, sharding), abstract_decoder(config))
+
+
+def shard_decoder(model: Decoder, sharding: KvSharding) -> Decoder:
+    """The same weights laid over `sharding.mesh`. A model that is loaded sharded (`load_model`) needs no such copy."""
+    specs = decoder_specs(model.config, sharding)
+    return jax.tree.map(lambda weight, spec: jax.device_put(weight, sharding.named(spec)), model, specs)
+
+
+def random_decoder(
+    config: DecoderConfig, key: PRNGKeyArray, dtype: str = "float32", sharding: KvSharding | None = None
+) -> Decoder:
+    """A decoder with random weights, for tests and benchmarks; built sharded, never whole on one device.
+
+    Matrices have standard deviation 1 / sqrt(inputs), so that logits are of order 1; norm weights scatter around 1, so
+    that exchanging two of them shows.
+    """
+    abstract = abstract_decoder(config, dtype)
+
+    def draw(name: str, position: int | None, struct: jax.ShapeDtypeStruct) -> Array:
+        index = [*LAYER_WEIGHTS, *MODEL_WEIGHTS].index(name)
+        noise = jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, index), position or 0), struct.shape)
+        matrix = len(config.shape(name)) == 2
+        value = noise * jnp.float32(struct.shape[-1] ** -0.5) if matrix else 1 + jnp.float32(0.1) * noise
+        return value.astype(struct.dtype)
+
+    specs = None if sharding is None else decoder_specs(config, sharding)
+    out = None if specs is None or sharding is None else jax.tree.map(sharding.named, specs)
+    return jax.jit(lambda: map_weights(draw, abstract), out_shardings=out)()
