@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "certify": "Certify a backend bit for bit against the conformance suite.",
+    "generate": "Continue prompts with a model on pages.",
 }
 """Subcommand -> one line of help. The module is `paged.cli.<name>`."""
 

@@ -20,6 +20,8 @@ from paged.common.layout import SENTINEL_PAGE, StorageLayout
 PoolArrays = KvArrays | tuple[KvArrays, ...]
 """One `KvArrays` for all layers (a `stacked` backend), or one for each layer (`per_layer`)."""
 
+PageIds = Iterable[int] | np.ndarray
+
 _SMALLEST_BATCH = 8
 """Page lists are padded to 8, 64, 512 …, at most the pages of a layer: few programs, whatever the counts."""
 
@@ -94,12 +96,12 @@ class KvPool:
             raise
         return self.holding(new), result
 
-    def scrub(self, pages: Iterable[int]) -> KvPool:
+    def scrub(self, pages: PageIds) -> KvPool:
         """Zero the named pages in every layer: one dispatch. Without pages nothing runs and this handle stays alive."""
         ids = self._page_list("scrub.pages", pages)
         return self._moved(_scrub, ids) if len(ids) else self
 
-    def copy(self, source: Iterable[int], target: Iterable[int]) -> KvPool:
+    def copy(self, source: PageIds, target: PageIds) -> KvPool:
         """Copy pages `source` to pages `target` in every layer, all read before any is written: one dispatch."""
         to = self._page_list("copy.target", target)
         of = self._page_list("copy.source", source, distinct=False)
@@ -107,7 +109,7 @@ class KvPool:
             raise InvalidInputError(f"KvPool.copy: {len(of)} sources for {len(to)} targets; give one for each.")
         return self._moved(_copy, of, to) if len(to) else self
 
-    def poison(self, pages: Iterable[int]) -> KvPool:
+    def poison(self, pages: PageIds) -> KvPool:
         """Debugging: fill pages with NaN in every layer, so that whatever still reads them shows it.
 
         Where the dtype has no NaN, or the backend's `poison` capability allows only finite bits, the fill is the
@@ -133,7 +135,7 @@ class KvPool:
         leaves = jax.tree.leaves(self.arrays)
         return tuple(s.data.unsafe_buffer_pointer() for leaf in leaves for s in leaf.addressable_shards)
 
-    def _page_list(self, field: str, pages: Iterable[int], *, distinct: bool = True) -> np.ndarray:
+    def _page_list(self, field: str, pages: PageIds, *, distinct: bool = True) -> np.ndarray:
         ids = check_int32_vector("KvPool", field, pages if isinstance(pages, np.ndarray) else list(pages))
         limit = self.layout.num_pages
         bad = (ids <= SENTINEL_PAGE) | (ids >= limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 from paged.backends import moves
 from paged.backends.sharding import KvSharding
-from paged.common import Capabilities, Range, StorageLayout
+from paged.common import AttentionSpec, Capabilities, Range, StorageLayout
+from paged.engine import Runtime
+from paged.models import DecoderConfig, random_decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,3 +72,53 @@ def tensor_mesh():
         return KvSharding(jax.sharding.Mesh(devices, ("fsdp", "tensor")), ("tensor",))
 
     return make
+
+
+def tiny_config(**changes) -> DecoderConfig:
+    """Three layers, eight query and eight KV heads: divides over 2, 4 and 8 devices."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_layers": 3, "head_dim": 8}
+    options = {"rms_eps": 1e-5, "rope_theta": 1e4, "max_positions": 96, "tied_embeddings": False, "eos": (0,)}
+    block = (AttentionSpec(scale=8**-0.5),)
+    return DecoderConfig(**{**sizes, **options, "num_query_heads": 8, "num_kv_heads": 8, "block": block, **changes})
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A random decoder of `tiny_config(**changes)`; the same weights for the same changes."""
+
+    @functools.lru_cache
+    def make(**changes):
+        return random_decoder(tiny_config(**changes), jax.random.key(7))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_runtime(tiny):
+    """A runtime on `tiny`: 4-token pages, steps of at most 16 tokens, freed pages filled with NaN."""
+
+    def make(model=None, backend="xla", **options):
+        base = {"num_pages": 41, "tokens_per_page": 4, "max_requests": 4, "max_step_tokens": 16, "poison_freed": True}
+        return Runtime(tiny() if model is None else model, backend, **{**base, **options})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Six prompts of 1 to 37 tokens: within a page, exactly a page, and over several."""
+    rng = np.random.default_rng(3)
+    return [rng.integers(1, 96, size=n).tolist() for n in (1, 4, 5, 11, 16, 37)]
+
+
+@pytest.fixture(scope="session")
+def run_greedy():
+    """Prefill and decode one request after `add`: its generated tokens. The request stays open."""
+
+    def run(runtime, handle, count):
+        out = runtime.prefill([handle])
+        while len(out) < count:
+            out += runtime.decode([handle])
+        return [t.id for t in out]
+
+    return run

@@ -1,0 +1,351 @@
+"""Running a model on pages, step by step: requests go in by prompt and are named by handle, never by slot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from paged.backends.protocol import AttentionBackend, Rung
+from paged.backends.registry import get_backend
+from paged.backends.sharding import KvSharding
+from paged.backends.step import check_step
+from paged.common.checks import check_int, check_int32_vector, refuse_rows
+from paged.common.errors import InvalidInputError, PoolExhaustedError, UnsupportedError
+from paged.common.page_table import PageTable, pages_for
+from paged.control import ControlPlane, Slice
+from paged.control.page_map import Handle
+from paged.control.shapes import Shapes
+from paged.engine.pool import KvPool
+from paged.engine.shapes import phase_ladder
+from paged.engine.sizing import build_pool, layout_for
+from paged.engine.step import Program, pack_step, step
+from paged.engine.step_inputs import build_step_inputs
+from paged.models import Decoder
+
+OnChunk = Callable[[int, int], object]
+"""on_chunk(tokens done, tokens in all), after each step of a prefill."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """One sampled token: its id, natural-log probability, and the likeliest (id, log probability) pairs if asked."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PreparedStep:
+    """A step whose pages are reserved and clean; run it once. `samples[i]` says whether slice i yields a token."""
+
+    slices: tuple[Slice, ...]
+    table: PageTable
+    rung: Rung
+    packed: np.ndarray
+    samples: np.ndarray
+
+
+class Runtime:
+    """A decoder, its pool and the pages' bookkeeping.
+
+    - `model`: its weights lie on `sharding`'s mesh, or on one device if that is None.
+    - `backend`: a name of the registry, or a backend.
+    - `num_pages`: pages of one layer, the sentinel included; or `memory_bytes`: bytes of one device that the pool may
+      take. Exactly one of the two.
+    - `max_requests`: requests that can be open at once. `max_step_tokens`: longest step; longer prompts run in chunks.
+    - `kv_dtype`: element type of the pool; the model's by default. `num_top`: likeliest tokens to report beside each.
+    - `shapes`: padding policy; by default `phase_ladder`. `scan`: layers as one loop; by default wherever the backend's
+      pool is stacked. `poison_freed`: debugging, fills freed pages with NaN.
+
+    Everything the backend does not declare is refused here, before the pool is built. Raises `UnsupportedError` naming
+    the capability, `InvalidInputError`, or `PoolExhaustedError` with the arithmetic of a pool that does not fit.
+
+    Two ways in. By request: `add`, `prefill`, `decode`, `release`. By slices, for a driver that keeps the tokens:
+    `open`, `prepare_step`, `run`, `release`. Both are the same steps, each one dispatch and one transfer to the device.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        backend: str | AttentionBackend = "xla",
+        *,
+        num_pages: int | None = None,
+        memory_bytes: int | None = None,
+        tokens_per_page: int = 16,
+        max_requests: int = 8,
+        max_step_tokens: int = 256,
+        kv_dtype: str | None = None,
+        num_top: int = 0,
+        sharding: KvSharding | None = None,
+        shapes: Shapes | None = None,
+        scan: bool | None = None,
+        poison_freed: bool = False,
+    ):
+        backend = get_backend(backend) if isinstance(backend, str) else backend
+        self.model = model
+        self.max_step_tokens = check_int("Runtime", "max_step_tokens", max_step_tokens, minimum=1)
+        dtype = model.embedding.dtype.name
+        self.layout = layout_for(
+            model.config,
+            num_pages=num_pages,
+            memory_bytes=memory_bytes,
+            tokens_per_page=tokens_per_page,
+            dtype=kv_dtype or dtype,
+            sharding=sharding,
+        )
+        check_step(
+            backend,
+            self.layout,
+            model.config.block,
+            num_query_heads=model.config.num_query_heads,
+            dtype=dtype,
+            sharding=sharding,
+            batches=("prefill", "decode"),
+            platform=_platform(model, sharding),
+        )
+        stacked = backend.capabilities.pool_layout == "stacked"
+        self._program = Program(backend, sharding, stacked if scan is None else scan, num_top)
+        self.max_tokens = min(self.layout.usable_pages * tokens_per_page, model.config.max_positions)
+        width = pages_for(self.max_tokens, tokens_per_page)
+        self.plane = ControlPlane(
+            self.layout,
+            max_requests=max_requests,
+            max_pages_per_request=width,
+            shapes=shapes
+            or phase_ladder(
+                max_requests=max_requests,
+                max_step_tokens=max_step_tokens,
+                listed_pages=min(self.layout.usable_pages, max_requests * width),
+                max_kv_len=self.max_tokens,
+            ),
+            poison_freed=self._poison if poison_freed else None,
+        )
+        self._pool = build_pool(self.layout, backend, sharding)
+        self._tokens: dict[Handle, list[int]] = {}
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """The backend that computes attention."""
+        return self._program.backend
+
+    @property
+    def pool(self) -> KvPool:
+        """The pool as it is now; every step replaces it."""
+        return self._pool
+
+    def add(self, prompt: Sequence[int] | np.ndarray) -> Handle:
+        """A handle for a new request; nothing runs and no page is taken yet.
+
+        Raises `InvalidInputError` for an empty prompt or a token outside the vocabulary, and `PoolExhaustedError` with
+        the arithmetic if the prompt can never fit, or if `max_requests` are open.
+        """
+        tokens = self.check_prompt(prompt)
+        handle = self.plane.open()
+        if handle is None:
+            raise PoolExhaustedError(
+                f"Runtime.add: all {self.plane.max_requests} requests are open. Release one, or build the runtime with "
+                f"a larger max_requests."
+            )
+        self._tokens[handle] = tokens
+        return handle
+
+    def check_prompt(self, prompt: Sequence[int] | np.ndarray, *, name: str = "prompt", more: int = 0) -> list[int]:
+        """The prompt as a list of ints, if it and `more` tokens can ever be cached; raises what `add` raises.
+
+        `name` is what messages call it. Tokens past the model's last position are not counted in.
+        """
+        ids = check_int32_vector(name, "tokens", prompt)
+        if not len(ids):
+            raise InvalidInputError(f"{name} is empty: there is nothing to continue from. Give at least one token.")
+        vocabulary, limit = self.model.config.vocab_size, self.model.config.max_positions
+        refuse_rows(name, "tokens", ids, (ids < 0) | (ids >= vocabulary), f"must be in 0..{vocabulary - 1}", "token")
+        if len(ids) > limit:
+            raise InvalidInputError(
+                f"{name} has {len(ids)} tokens; the model has positions for {limit} (max_positions). Shorten it by "
+                f"{len(ids) - limit}."
+            )
+        layout = self.layout
+        need = pages_for(min(len(ids) + more, limit), layout.tokens_per_page)
+        if need > layout.usable_pages:
+            total = f"{len(ids)} tokens" + (f" and {more} to generate" if more else "")
+            raise PoolExhaustedError(
+                f"{name}: {total} need {need} pages of {layout.tokens_per_page} tokens; the pool has "
+                f"{layout.usable_pages} ({layout.num_pages} less the sentinel). It would need num_pages={need + 1}, "
+                f"{(need + 1) * layout.bytes_per_page} bytes at {layout.bytes_per_page} bytes a page."
+            )
+        return ids.tolist()
+
+    def tokens(self, handle: Handle) -> tuple[int, ...]:
+        """Prompt and generated tokens of a request that `add` opened."""
+        self.plane.length(handle)  # a stale handle is refused there
+        return tuple(self._tokens[handle])
+
+    def prefill(self, handles: Sequence[Handle], *, on_chunk: OnChunk | None = None) -> list[Token]:
+        """Run what is not cached yet of each request, packed and in chunks; the next token of each, in order.
+
+        Raises `PoolExhaustedError` with the arithmetic if pages run out; what ran until then is kept, and the same call
+        goes on from there once pages were released.
+        """
+        total = sum(self._uncached(h) for h in handles)
+        done: dict[Handle, Token] = {}
+        ran = 0
+        while pending := [h for h in handles if h not in done]:
+            slices = self._pack(pending)
+            done |= self._advance(slices)
+            ran += sum(s.num_tokens for s in slices)
+            if on_chunk is not None:
+                on_chunk(ran, total)
+        return [done[h] for h in handles]
+
+    def decode(self, handles: Sequence[Handle]) -> list[Token]:
+        """One step: feed each request's latest token; the next token of each, in order.
+
+        Raises `InvalidInputError` for a request that was not prefilled or that is at the model's last position,
+        `PoolExhaustedError` with the arithmetic if pages run out; then nothing changed.
+        """
+        slices = []
+        for handle in handles:
+            uncached = self._uncached(handle)
+            if uncached != 1 or not self.plane.length(handle):
+                raise InvalidInputError(
+                    f"Runtime.decode: {handle} has {uncached} tokens that are not cached; decode feeds exactly one "
+                    f"after a prefill. Call prefill([handle]) first."
+                )
+            slices.append(Slice(handle, self.plane.length(handle), 1))
+        done = self._advance(slices)
+        return [done[h] for h in handles]
+
+    def release(self, handle: Handle) -> np.ndarray:
+        """Forget a request, at any point; returns the pages (int32) that became free."""
+        freed = self.plane.release(handle)
+        self._tokens.pop(handle, None)
+        return freed
+
+    def prepare_step(
+        self, slices: Sequence[Slice], known: Sequence[Sequence[int] | np.ndarray] | None = None
+    ) -> PreparedStep | None:
+        """Reserve and clean the pages of one step and build its inputs; None is backpressure, and nothing changed.
+
+        - `known[i]`: all tokens known of the request of `slices[i]`; by default those that `add` and the steps kept.
+
+        Raises `InvalidInputError` naming the row of a slice past the known tokens or past the model's positions, and
+        `UnsupportedError` for a batch that mixes prefill and decode if the backend does not declare `mixed`.
+        """
+        if known is None:
+            known = [self._known(s.handle) for s in slices]
+        ends = np.array([s.start + s.num_tokens for s in slices], np.int64)
+        lengths = np.array([len(k) for k in known], np.int64)
+        refuse_rows("Runtime", "start + num_tokens", ends, ends > lengths, "goes past the known tokens")
+        refuse_rows("Runtime", "positions", ends, ends > self.max_tokens, f"exceed the {self.max_tokens} that fit")
+        mixed = len({s.num_tokens == 1 for s in slices}) > 1
+        if mixed and "mixed" not in self.backend.capabilities.features:
+            raise UnsupportedError(
+                f"backend {self.backend.name!r} does not declare 'mixed': one step cannot hold slices of one token and "
+                f"longer ones. Schedule them apart.",
+                capability="mixed",
+            )
+        table = self.plane.prepare(slices, self._scrub, self._copy)
+        if table is None:
+            return None
+        inputs = build_step_inputs(slices, known, table)
+        packed, rung = pack_step(inputs, table)
+        return PreparedStep(tuple(slices), table, rung, packed, inputs.samples[: len(slices)])
+
+    def run(self, prepared: PreparedStep) -> list[Token | None]:
+        """Run a prepared step and wait for it: for each slice the sampled token, or None where its prompt goes on.
+
+        If it fails before the pool was given away, the requests are as they were before `prepare_step`.
+        """
+        number = self.plane.dispatch(prepared.table)
+        try:
+            self._pool, sampled = self._pool.step(
+                lambda arrays: step(self._program, prepared.rung, self.model, arrays, prepared.packed)
+            )
+            host = jax.device_get(sampled)
+        except BaseException:
+            for s in prepared.slices:
+                self.plane.truncate(s.handle, s.start)
+            raise
+        finally:
+            self.plane.retire(number)
+        rows = np.flatnonzero(prepared.samples)
+        refuse_rows("step", "log probability", host.logprobs[rows], np.isnan(host.logprobs[rows]), _NOT_FINITE)
+        out: list[Token | None] = [None] * len(prepared.slices)
+        for row in rows.tolist():
+            top = zip(host.top_tokens[row].tolist(), host.top_logprobs[row].tolist())
+            out[row] = Token(int(host.tokens[row]), float(host.logprobs[row]), tuple(top))
+        return out
+
+    def _advance(self, slices: list[Slice]) -> dict[Handle, Token]:
+        """Run one step of requests that `add` opened, and append what it sampled to their tokens."""
+        prepared = self.prepare_step(slices)
+        if prepared is None:
+            raise PoolExhaustedError(self._shortage(slices))
+        sampled = {s.handle: t for s, t in zip(slices, self.run(prepared)) if t is not None}
+        for handle, token in sampled.items():
+            self._tokens[handle].append(token.id)
+        return sampled
+
+    def _pack(self, pending: Sequence[Handle]) -> list[Slice]:
+        """Slices of one prefill step, in order, as many tokens as a step may have."""
+        slices: list[Slice] = []
+        room = self.max_step_tokens
+        may_mix = "mixed" in self.backend.capabilities.features
+        for handle in pending:
+            count = min(self._uncached(handle), room)
+            if not count:
+                continue
+            if not may_mix and slices and (count == 1) != (slices[0].num_tokens == 1):
+                continue
+            slices.append(Slice(handle, self.plane.length(handle), count))
+            room -= count
+        return slices
+
+    def _uncached(self, handle: Handle) -> int:
+        return len(self._known(handle)) - self.plane.length(handle)
+
+    def _known(self, handle: Handle) -> list[int]:
+        self.plane.length(handle)  # a stale handle is refused there
+        if handle not in self._tokens:
+            raise InvalidInputError(f"Runtime: {handle} was not opened by add(); pass its tokens as `known`.")
+        return self._tokens[handle]
+
+    def _shortage(self, slices: Sequence[Slice]) -> str:
+        plane, layout = self.plane, self.layout
+        return (
+            f"the step needs {plane.pages_needed(slices)} more pages of {layout.tokens_per_page} tokens; "
+            f"{plane.available_pages} of {layout.usable_pages} are free, {plane.held_pages} are held by "
+            f"{plane.num_open} open requests. Release a request, or build a larger pool "
+            f"({layout.bytes_per_page} bytes a page)."
+        )
+
+    def _scrub(self, pages: np.ndarray) -> None:
+        self._pool = self._pool.scrub(pages)
+
+    def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        self._pool = self._pool.copy(source, target)
+
+    def _poison(self, pages: np.ndarray) -> None:
+        self._pool = self._pool.poison(pages)
+
+
+_NOT_FINITE = (
+    "is NaN, so the logits are not finite: a weight is, or the dtype overflowed. Try float32, and check the weights"
+)
+
+
+def _platform(model: Decoder, sharding: KvSharding | None) -> str:
+    """Platform of the model's devices. Raises `InvalidInputError` if they are not those of the pool's mesh."""
+    devices = model.embedding.devices()
+    mesh = set(devices if sharding is None else sharding.mesh.devices.flat)
+    if devices != mesh or (sharding is None and len(devices) > 1):
+        where = "one device (no sharding was given)" if sharding is None else f"the mesh {dict(sharding.mesh.shape)}"
+        raise InvalidInputError(
+            f"Runtime: the model's weights are on {len(devices)} devices, the pool would be on {where}. Load the model "
+            f"with the same KvSharding that you give here."
+        )
+    return next(iter(devices)).platform

@@ -1,0 +1,58 @@
+"""The jitted step: unpack, plan, run the decoder over the donated pool, sample. One program for each shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int32
+
+from paged.backends.metadata import pack_table, unpack_table
+from paged.backends.protocol import AttentionBackend, Rung
+from paged.backends.sharding import KvSharding
+from paged.backends.step import plan_step
+from paged.common.page_table import PageTable
+from paged.engine.pool import PoolArrays
+from paged.engine.sampling import Sampled, greedy
+from paged.engine.step_inputs import StepInputs
+from paged.models import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is static in a step besides its rung: equal programs at equal rungs compile once."""
+
+    backend: AttentionBackend
+    sharding: KvSharding | None
+    scan: bool
+    num_top: int
+
+
+def pack_step(inputs: StepInputs, table: PageTable) -> tuple[np.ndarray, Rung]:
+    """Everything that a step needs from the host in one int32 vector: one transfer, whatever the number of devices."""
+    vector, rung = pack_table(table)
+    return np.concatenate([inputs.tokens, inputs.positions, inputs.sample_indices, vector]), rung
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def step(
+    program: Program, rung: Rung, model: Decoder, pool: PoolArrays, packed: Int32[Array, " n"]
+) -> tuple[PoolArrays, Sampled]:
+    """One step over a packed batch: the pool to use from now on, and what was sampled, one entry for each row."""
+    ends = np.cumsum([rung.tokens, rung.tokens, rung.rows])
+    tokens, positions, sample_indices, vector = (
+        packed[a:b] for a, b in zip([0, *ends.tolist()], [*ends.tolist(), packed.shape[0]])
+    )
+    table = unpack_table(vector, rung)
+    backend, sharding = program.backend, program.sharding
+    plans = tuple(plan_step(backend, table, rung, spec) for spec in model.config.block)
+    logits, pool = model(
+        tokens, positions, sample_indices, pool, plans, backend=backend, sharding=sharding, scan=program.scan
+    )
+    sampled = greedy(logits, num_top=program.num_top)
+    if sharding is not None:
+        sampled = jax.lax.with_sharding_constraint(sampled, sharding.named(PartitionSpec()))
+    return pool, sampled
