@@ -7,7 +7,7 @@ an element whose float64 value lies too close to a rounding tie is known to be u
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 
 import numpy as np
 
@@ -56,19 +56,51 @@ class Answer:
     lse_error: np.ndarray
 
 
-def attend(problem: AttendProblem) -> Answer:
-    """The exact attention of `problem`, up to the stated error."""
+def _visible(position: int, query_len: int, kv_len: int, *, causal: bool, window: int | None) -> tuple[int, int]:
+    """First visible position and one past the last."""
+    first = 0 if window is None else max(0, position - window + 1)
+    return first, position + 1 if causal else kv_len
+
+
+def _kv_head(head: int, heads: int, kv_heads: int) -> int:
+    return head // (heads // kv_heads)
+
+
+def _pages(problem: AttendProblem, row: int) -> np.ndarray:
+    """Pool rows of the pages of one row, in the order of its tokens."""
+    return problem.layer * problem.table.num_pages + problem.table.pages_of(row).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Who sees what. The defaults are the semantics; a diagnosis asks what a backend with another rule would return.
+
+    - `visible`(position, query_len, kv_len, causal=, window=) -> first visible position and one past the last.
+    - `key_head`, `value_head`(head, heads, kv_heads) -> KV head. `pages`(problem, row) -> pool rows.
+    """
+
+    visible: Callable[..., tuple[int, int]] = _visible
+    key_head: Callable[[int, int, int], int] = _kv_head
+    value_head: Callable[[int, int, int], int] = _kv_head
+    pages: Callable[[AttendProblem, int], np.ndarray] = _pages
+
+
+SEMANTICS = Rules()
+
+
+def attend(problem: AttendProblem, rules: Rules = SEMANTICS, only: Container[int] | None = None) -> Answer:
+    """The exact attention of `problem`, up to the stated error; with `only`, of those tokens, 0 for the others."""
     tokens, heads = problem.query.shape[:2]
     output = np.zeros((tokens, heads, problem.values.shape[-1]))
     output_error = np.zeros_like(output)
     lse, lse_error = np.full((tokens, heads), -np.inf), np.zeros((tokens, heads))
-    for t in terms(problem):
+    for t in terms(problem, rules, only):
         at = t.token, t.head
         output[at], output_error[at], lse[at], lse_error[at] = _softmax_average(t)
     return Answer(output, output_error, lse, lse_error)
 
 
-def terms(problem: AttendProblem) -> Iterator[Terms]:
+def terms(problem: AttendProblem, rules: Rules = SEMANTICS, only: Container[int] | None = None) -> Iterator[Terms]:
     """One `Terms` for every query head of every token that sees at least one position."""
     table, spec = problem.table, problem.spec
     heads, kv_heads = problem.query.shape[1], problem.keys.shape[2]
@@ -79,13 +111,15 @@ def terms(problem: AttendProblem) -> Iterator[Terms]:
         query_len = int(table.query_offsets[row + 1]) - first_token
         if kv_len == 0 or query_len == 0:
             continue
-        keys, values = _gather(problem, row, kv_len)
+        keys, values = _gather(problem, rules.pages(problem, row), kv_len)
         values = values * value_scale
         for i in range(query_len):
             position = kv_len - query_len + i
-            first, end = _visible(position, kv_len, causal=spec.causal, window=spec.window)
+            first, end = rules.visible(position, query_len, kv_len, causal=spec.causal, window=spec.window)
+            if first >= end or (only is not None and first_token + i not in only):
+                continue
             for head in range(heads):
-                kv_head = _kv_head(head, heads, kv_heads)
+                kv_head = rules.key_head(head, heads, kv_heads)
                 query = decode(problem.query[first_token + i, head], problem.dtype)
                 seen = keys[first:end, kv_head]
                 logits, error, scaled, absolute = _logits(query, seen, factor, spec.soft_cap)
@@ -100,7 +134,7 @@ def terms(problem: AttendProblem) -> Iterator[Terms]:
                     logit_error=error,
                     scaled=scaled,
                     absolute=absolute,
-                    values=values[first:end, kv_head],
+                    values=values[first:end, rules.value_head(head, heads, kv_heads)],
                     sink=None if problem.sinks is None else float(problem.sinks[head]),
                 )
 
@@ -109,27 +143,15 @@ def _float32_or_one(x: float | None) -> float:
     return 1.0 if x is None else float(np.float32(x))
 
 
-def _gather(problem: AttendProblem, row: int, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
+def _gather(problem: AttendProblem, pages: np.ndarray, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values (n, k, ·) of one row in the order of its tokens."""
     size = problem.table.tokens_per_page
-    base = problem.layer * problem.table.num_pages
-    pages = base + problem.table.pages_of(row).astype(np.int64)
 
     def tokens(words: np.ndarray) -> np.ndarray:
         flat = words[pages].reshape(len(pages) * size, *words.shape[2:])
         return decode(flat[:kv_len], problem.kv_dtype)
 
     return tokens(problem.keys), tokens(problem.values)
-
-
-def _visible(position: int, kv_len: int, *, causal: bool, window: int | None) -> tuple[int, int]:
-    """First visible position and one past the last."""
-    first = 0 if window is None else max(0, position - window + 1)
-    return first, position + 1 if causal else kv_len
-
-
-def _kv_head(head: int, heads: int, kv_heads: int) -> int:
-    return head // (heads // kv_heads)
 
 
 def _logits(

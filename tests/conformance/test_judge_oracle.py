@@ -137,10 +137,10 @@ def solved(name: str):
     return problem, list(rational_attend(problem))
 
 
-def disagreement(name: str) -> str | None:
+def disagreement(name: str, rules: oracle.Rules = oracle.SEMANTICS) -> str | None:
     """First element for which the oracle's interval misses the exact value, or None."""
     problem, exact = solved(name)
-    got = oracle.attend(problem)
+    got = oracle.attend(problem, rules)
     for token, head, out, total in exact:
         for e, (low, high) in enumerate(out):
             value, error = float(got.output[token, head, e]), float(got.output_error[token, head, e])
@@ -172,38 +172,49 @@ def test_the_interval_is_narrow(name):
     assert got.lse_error.max() < 1e-11
 
 
-def _softmax_ignoring_sink(real):
-    return lambda t: real(dataclasses.replace(t, sink=None))
+def late(position, query_len, kv_len, **options):
+    return oracle._visible(max(position - 1, 0), query_len, kv_len, **options)
 
 
-def _logits_unrounded_scale(real):
-    return lambda q, k, factor, cap: real(q, k, 5**-0.5, cap)
+def wide(position, query_len, kv_len, *, causal, window):
+    return oracle._visible(position, query_len, kv_len, causal=causal, window=window and window + 1)
 
 
-WRONG = {
-    "causal off by one": ("_visible", lambda real: lambda p, n, **k: real(max(p - 1, 0), n, **k), "plain"),
-    "window off by one": (
-        "_visible",
-        lambda real: lambda p, n, causal, window: real(p, n, causal=causal, window=window and window + 1),
-        "float16 window",
+WRONG_RULES = {
+    "causal off by one": ("plain", oracle.Rules(visible=late)),
+    "window off by one": ("float16 window", oracle.Rules(visible=wide)),
+    "key heads interleaved": ("plain", oracle.Rules(key_head=lambda h, heads, kv: h % kv)),
+    "values of head 0": ("sinks", oracle.Rules(value_head=lambda h, heads, kv: 0)),
+    "layer's rows not added": ("plain", oracle.Rules(pages=lambda p, row: p.table.pages_of(row))),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_RULES)
+def test_a_wrong_rule_is_caught(fault):
+    name, rules = WRONG_RULES[fault]
+    assert disagreement(name, rules) is not None
+
+
+WRONG_ARITHMETIC = {
+    "cap left out": ("float32 cap", "_logits", lambda real: lambda q, k, factor, cap: real(q, k, factor, None)),
+    "scale kept in float64": ("plain", "_logits", lambda real: lambda q, k, factor, cap: real(q, k, 5**-0.5, cap)),
+    "sink left out": (
+        "sinks",
+        "_softmax_average",
+        lambda real: lambda t: real(dataclasses.replace(t, sink=None)),
     ),
-    "heads interleaved": ("_kv_head", lambda real: lambda h, heads, kv: h % kv, "plain"),
-    "cap left out": ("_logits", lambda real: lambda q, k, factor, cap: real(q, k, factor, None), "float32 cap"),
-    "sink left out": ("_softmax_average", _softmax_ignoring_sink, "sinks"),
-    "scale kept in float64": ("_logits", _logits_unrounded_scale, "plain"),
-    "value scale left out": ("_float32_or_one", lambda real: lambda x: 1.0, "fp8 with scales"),
-    "layer's rows not added": (
-        "_gather",
-        lambda real: lambda p, row, n: real(dataclasses.replace(p, layer=0), row, n),
+    "scales left out": ("fp8 with scales", "_float32_or_one", lambda real: lambda x: 1.0),
+    "output off by 1e-12": (
         "plain",
+        "_softmax_average",
+        lambda real: lambda t: (real(t)[0] * (1 + 1e-12), *real(t)[1:]),
     ),
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_oracle_is_caught(fault, monkeypatch):
-    attribute, plant, name = WRONG[fault]
-    assert disagreement(name) is None
+@pytest.mark.parametrize("fault", WRONG_ARITHMETIC)
+def test_wrong_arithmetic_is_caught(fault, monkeypatch):
+    name, attribute, plant = WRONG_ARITHMETIC[fault]
     monkeypatch.setattr(oracle, attribute, plant(getattr(oracle, attribute)))
     assert disagreement(name) is not None
 

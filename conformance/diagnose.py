@@ -1,0 +1,237 @@
+"""Why an output is wrong, in the words of someone who writes kernels.
+
+Three sources, most specific first: what the vector spells (an address names the token that was read, a census counts
+the tokens), which broken rule would have given this output (`conformance.hypotheses` asks the oracle), and where the
+wrong elements are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from conformance.case import AttendExpected, AttendProblem, MoveProblem
+from conformance.formats import decode, format_of, is_nan
+from conformance.hypotheses import explain
+from conformance.vectors.address import read_back
+
+LOG2E = 1.4426950408889634
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """`clause` found broken, `text` for a person, `hint`: name of the kind of fault, or None."""
+
+    clause: str
+    text: str
+    hint: str | None = None
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def attend(
+    problem: AttendProblem,
+    expected: AttendExpected,
+    output: np.ndarray,
+    lse: np.ndarray | None,
+    wrong: np.ndarray,
+    wrong_lse: np.ndarray,
+) -> Finding:
+    """Explain wrong elements (t, h, e) and wrong LSEs (t, h) of which there is at least one."""
+    positions = problem.table.positions()
+    if not wrong.any():
+        assert lse is not None
+        return _lse(problem, expected, lse, wrong_lse, positions)
+    blind = positions < 0
+    if wrong[blind].any():
+        return _blind(problem, output, wrong, blind)
+    zero = output == format_of(problem.dtype).sign_bit
+    if not (wrong & ~zero).any():
+        where = _where(np.argwhere(wrong)[0])
+        text = f"{int(wrong.sum())} elements are −0 where a computed zero must be +0, first at {where}."
+        return Finding("attend.10", text, "minus-zero")
+    first = np.argwhere(wrong)[0]
+    parts = [
+        f"{int(wrong.sum())} of {wrong.size} elements wrong, first at {_where(first)}: "
+        f"{_element(problem, expected, output, first)}."
+    ]
+    spelled = _spelled(problem, expected, output, wrong)
+    clause, hint = "attend.1", None
+    if spelled is not None:
+        clause, hint = spelled.clause, spelled.hint
+        parts.append(spelled.text)
+    broken = explain(problem, output, wrong)
+    if broken is not None:
+        clause, hint = broken.clause, broken.hint
+        parts.append(broken.text)
+    nan = is_nan(output, problem.dtype)
+    if nan.any() and broken is None:
+        clause, hint = "attend.7", "poison"
+        parts.append(f"{int(nan.sum())} elements are NaN: bits that the row must not read reached the output.")
+    if wrong_lse.any():
+        parts.append(f"The LSE is wrong for {int(wrong_lse.sum())} of {wrong_lse.size} token heads too.")
+    elif lse is not None and expected.lse_low is not None:
+        parts.append("The LSE is right.")
+    return Finding(clause, " ".join(parts), hint, {"first": first.tolist()})
+
+
+def _where(index: np.ndarray) -> str:
+    return f"token {index[0]}, head {index[1]}, dim {index[2]}"
+
+
+def _element(problem: AttendProblem, expected: AttendExpected, output: np.ndarray, index: np.ndarray) -> str:
+    at = tuple(index)
+    got, low, high = (decode(a[at], problem.dtype) for a in (output, expected.low, expected.high))
+    words = f"0x{int(output[at]):x}"
+    if expected.low[at] == expected.high[at]:
+        return f"got {got:.9g} ({words}), demanded {low:.9g} (0x{int(expected.low[at]):x})"
+    return f"got {got:.9g} ({words}), demanded {low:.9g} .. {high:.9g}"
+
+
+def _blind(problem: AttendProblem, output: np.ndarray, wrong: np.ndarray, blind: np.ndarray) -> Finding:
+    token, head, dim = np.argwhere(wrong & blind[:, None, None])[0].tolist()
+    value = float(decode(output[token, head, dim], problem.dtype))
+    rows = np.searchsorted(problem.table.query_offsets, token, side="right") - 1
+    if token < int(problem.table.query_offsets[-1]):
+        text = f"token {token} of row {rows}, which is empty (n = 0), has output {value!r} at head {head}, dim {dim}"
+        return Finding("attend.8", f"{text}; it must be +0.", "empty-row")
+    text = f"padding token {token} has output {value!r} at head {head}, dim {dim}"
+    return Finding("attend.9", f"{text}; it must be +0.", "padding-token")
+
+
+def _lse(
+    problem: AttendProblem, expected: AttendExpected, lse: np.ndarray, wrong: np.ndarray, positions: np.ndarray
+) -> Finding:
+    assert expected.lse_low is not None
+    assert expected.lse_high is not None
+    token, head = np.argwhere(wrong)[0].tolist()
+    got, low, high = float(lse[token, head]), expected.lse_low[token, head], expected.lse_high[token, head]
+    text = f"the output is right, the LSE is wrong for {int(wrong.sum())} of {wrong.size} token heads, first at token "
+    text += f"{token}, head {head}: got {got!r}, demanded {low!r} .. {high!r}."
+    if positions[token] < 0:
+        padding = token >= int(problem.table.query_offsets[-1])
+        return Finding("attend.9" if padding else "attend.8", f"{text} It must be −∞ there.", "lse-empty")
+    middle = (expected.lse_low + expected.lse_high) / 2
+    used = (positions >= 0)[:, None] & np.isfinite(middle) & (np.abs(middle) > 0.1)
+    with np.errstate(all="ignore"):
+        ratio = (lse / middle)[used]
+    if ratio.size and np.all(np.abs(ratio / LOG2E - 1) < 1e-3):
+        return Finding("attend.11", f"{text} Everywhere it is 1/ln 2 = 1.4427 times too large: base 2.", "lse-base")
+    if ratio.size and np.all(np.abs(ratio + 1) < 1e-3):
+        return Finding("attend.11", f"{text} Everywhere it has the wrong sign.", "lse-sign")
+    return Finding("attend.11", text, "lse")
+
+
+def _spelled(problem: AttendProblem, expected: AttendExpected, output: np.ndarray, wrong: np.ndarray) -> Finding | None:
+    family = expected.explain.get("family")
+    try:
+        if family == "address":
+            return _address(problem, expected.explain, output, wrong)
+        if family == "census":
+            return _census(problem, expected.explain, output, wrong)
+        if family == "ladder":
+            return _ladder(problem, expected.explain, output, wrong)
+    except (FloatingPointError, ZeroDivisionError, ValueError):
+        return None  # an output too strange to be read back is described by its place alone
+    return None
+
+
+def _address(problem: AttendProblem, e: Mapping[str, Any], output: np.ndarray, wrong: np.ndarray) -> Finding:
+    table = problem.table
+    token, head = np.argwhere(wrong.any(-1))[0].tolist()
+    row = int(np.searchsorted(table.query_offsets, token, side="right") - 1)
+    j = int(e["target"][token, head])
+    page, slot = int(table.pages_of(row)[j // table.tokens_per_page]), j % table.tokens_per_page
+    kv_head = head // (problem.query.shape[1] // problem.keys.shape[2])
+    wanted = f"page {page}, slot {slot}, KV head {kv_head} (row {row}, position {j})"
+    got = read_back(decode(output[token, head], problem.dtype) / e["value_scale"], e["fields"], e["base"])
+    if got is None:
+        return Finding("pages.3", f"Token {token}, head {head} wanted {wanted} and returned no address.", None)
+    text = f"Token {token}, head {head} read page {got['page']}, slot {got['slot']}, KV head {got['head']} of row "
+    text += f"{got['row']}, layer {got['layer']}; wanted {wanted}, layer {problem.layer}."
+    if got["layer"] != problem.layer:
+        return Finding("pages.4", text, "layer")
+    if got["row"] != row:
+        return Finding("attend.12", text, "other-row")
+    if got["head"] != kv_head:
+        return Finding("attend.6", text, "kv-head")
+    if got["page"] != page or got["slot"] != slot:
+        return Finding("pages.3", text, "page-order" if got["page"] != page else "slot")
+    return Finding("attend.1", text, None)
+
+
+def _census(problem: AttendProblem, e: Mapping[str, Any], output: np.ndarray, wrong: np.ndarray) -> Finding | None:
+    table, d = problem.table, problem.values.shape[-1]
+    token, head = np.argwhere(wrong.any(-1))[0].tolist()
+    row = int(np.searchsorted(table.query_offsets, token, side="right") - 1)
+    kv_head = head // e["group"]
+    share = decode(output[token, head], problem.dtype) / (e["marks"][row][kv_head] * e["value_scale"])
+    if not np.all(np.isfinite(share)):
+        return None
+    present = np.abs(share[share > 0])
+    if not present.size:
+        return Finding("attend.1", f"Token {token}, head {head} counted no token of this phase.", "tokens-missed")
+    unit = float(np.median(present)) if np.ptp(present) < 0.4 * present.max() else float(present.min())
+    times = np.rint(share / unit).astype(int)
+    total = 1 / unit
+    n, position = int(table.kv_lens[row]), int(table.positions()[token])
+    spec = problem.spec
+    first = 0 if spec.window is None else max(0, position - spec.window + 1)
+    end = position + 1 if spec.causal else n
+    base = e["phase"] * d
+    seen = base + np.arange(d)
+    due = ((seen >= first) & (seen < end)).astype(int)
+    missed, extra = seen[(times < due)], seen[(times > due)]
+    text = (
+        f"Token {token}, head {head} of row {row} (position {position}, n = {n}) must count tokens {first}..{end - 1} "
+    )
+    text += f"once each, {int(e['counts'][token])} in all; it counted about {total:.4g} in all"
+    if missed.size:
+        text += f", left out {_list(missed)}"
+    if extra.size:
+        text += f", counted {', '.join(f'token {j} {times[j - base]} times' for j in extra[:4].tolist())}"
+        text += f" and {extra.size - 4} more" if extra.size > 4 else ""
+    clause, hint = "attend.1", "token-count"
+    if extra.size and np.any(extra >= n):
+        clause, hint = "attend.7", "past-length"
+    elif extra.size and np.any(extra >= end):
+        clause, hint = "attend.3", "causal"
+    elif extra.size and np.any(extra < first):
+        clause, hint = "attend.4", "window"
+    elif missed.size:
+        clause, hint = "pages.3", "tokens-missed"
+    return Finding(clause, f"{text}.", hint)
+
+
+def _list(tokens: np.ndarray) -> str:
+    shown = ", ".join(str(j) for j in tokens[:6].tolist())
+    return f"tokens {shown}" + (f" and {tokens.size - 6} more" if tokens.size > 6 else "")
+
+
+def _ladder(problem: AttendProblem, e: Mapping[str, Any], output: np.ndarray, wrong: np.ndarray) -> Finding | None:
+    """Solve (m0 + 2 x m1) / (1 + 2 x) = output for x; the rung then sits at −ln x nats instead of ln 2."""
+    table = problem.table
+    token, head = np.argwhere(wrong.any(-1))[0].tolist()
+    row = int(np.searchsorted(table.query_offsets, token, side="right") - 1)
+    first, second = e["means"][row][:, head // e["group"]]
+    got = decode(output[token, head], problem.dtype) / e["value_scale"]
+    with np.errstate(all="ignore"):
+        x = (first - got) / (2 * (got - second))
+    x = x[np.isfinite(x) & (x > 0)]
+    if not x.size or np.quantile(x, 0.75) > 1.3 * np.quantile(x, 0.25):
+        return None
+    factor = float(-np.log2(np.median(x)))
+    effective = problem.spec.scale * factor
+    text = f"Token {token}, head {head} weighs its rungs as if logits were {factor:.4g} times what they are: an "
+    text += f"effective scale of {effective:.5g} instead of {problem.spec.scale:.5g}."
+    return Finding("attend.5" if problem.spec.soft_cap is not None else "attend.2", text, "scale")
+
+
+def move(problem: MoveProblem, got: Mapping[str, np.ndarray], wrong: Mapping[str, np.ndarray]) -> Finding:
+    """Explain wrong words of a pool after a movement."""
+    from conformance.diagnose_moves import explain_move
+
+    clause, text, hint, details = explain_move(problem, got, wrong)
+    return Finding(clause, text, hint, details)

@@ -1,0 +1,169 @@
+"""Known faults as rules: which of them, put to the oracle, would have returned this output?
+
+Only asked after a failure. Each hypothesis is an altered problem or altered rules of the oracle; the one that explains
+nearly all wrong elements, and explains them far better than the right answer, is named with the clause that it breaks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from conformance.case import AttendProblem
+from conformance.formats import decode, format_of
+from conformance.oracle import SEMANTICS, Rules, _pages, _visible, attend
+from paged.common import AttentionSpec
+
+LOG2E = 1.4426950408889634
+
+
+@dataclasses.dataclass(frozen=True)
+class Hypothesis:
+    """A fault: `hint` names it, `clause` is what it breaks, `text` tells it; `problem`, `rules` reproduce it."""
+
+    hint: str
+    clause: str
+    text: str
+    problem: AttendProblem
+    rules: Rules = SEMANTICS
+
+
+EXPLAINED = 0.9
+"""Share of the wrong elements, and of the right ones beside them, that a hypothesis must reproduce."""
+
+
+def explain(problem: AttendProblem, output: np.ndarray, wrong: np.ndarray) -> Hypothesis | None:
+    """The hypothesis that reproduces the wrong elements and leaves the right ones right, or None."""
+    got = decode(output, problem.dtype)
+    live = problem.table.positions() >= 0
+    faulty = wrong.any((1, 2))
+    only = np.concatenate([np.flatnonzero(faulty & live)[:8], np.flatnonzero(~faulty & live)[:8]]).tolist()
+    best, best_share = None, 0.0
+    for hypothesis in hypotheses(problem):
+        with np.errstate(all="ignore"):
+            try:
+                answer = attend(hypothesis.problem, hypothesis.rules, only).output[only]
+            except (IndexError, ValueError):
+                continue  # this fault cannot be had here: it leaves the pool
+            size = np.maximum(np.abs(answer), np.abs(got[only])) + 1e-30
+            close = np.abs(answer - got[only]) <= max(4 * format_of(problem.dtype).unit_roundoff, 2.0**-14) * size
+        same = close | (~np.isfinite(answer) & ~np.isfinite(got[only]))
+        bad = wrong[only]
+        shares = float(same[bad].mean()), 1.0 if bad.all() else float(same[~bad].mean())
+        if min(shares) > EXPLAINED and sum(shares) > best_share:
+            best, best_share = hypothesis, sum(shares)
+    return best
+
+
+def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
+    """All known faults that make a difference to this problem."""
+    spec, d = problem.spec, problem.query.shape[-1]
+
+    def with_spec(hint: str, clause: str, text: str, **changes: object) -> Hypothesis:
+        altered = AttentionSpec(**{**dataclasses.asdict(spec), **changes})  # type: ignore[arg-type]
+        return Hypothesis(hint, clause, text, dataclasses.replace(problem, spec=altered))
+
+    def with_rules(hint: str, clause: str, text: str, **rules: Callable) -> Hypothesis:
+        return Hypothesis(hint, clause, text, problem, Rules(**rules))
+
+    scale = spec.scale
+    for factor, hint, text in (
+        (d**-0.5, "scale-twice", f"The output is that of a scale multiplied by 1/√{d} once more: scaled twice."),
+        (scale, "scale-twice", "The output is that of a scale applied twice."),
+        (1 / scale, "no-scale", "The output is that of scale 1: the scale was not applied."),
+        (LOG2E, "log2e-twice", "The output is that of logits multiplied by log2 e once too often."),
+        (1 / LOG2E, "log2e-missing", "The output is that of exp2 of natural logits: log2 e is missing."),
+        *(
+            (
+                (d / padded) ** 0.5,
+                "padded-scale",
+                f"The output is that of the scale of head dim {padded}: a padded one.",
+            )
+            for padded in sorted({1 << (d - 1).bit_length(), -(-d // 64) * 64, d + d // 4} - {d})
+        ),
+    ):
+        if abs(factor - 1) > 1e-6:
+            yield with_spec(hint, "attend.2", text, scale=scale * factor)
+    if spec.window is not None:
+        yield with_spec("no-window", "attend.4", "The output is that of no window at all.", window=None)
+        wider = f"The output is that of a window of {spec.window + 1}: the window counts the token itself."
+        yield with_spec("window-plus-one", "attend.4", wider, window=spec.window + 1)
+        if spec.window > 1:
+            narrower = f"The output is that of a window of {spec.window - 1} tokens."
+            yield with_spec("window-minus-one", "attend.4", narrower, window=spec.window - 1)
+    if spec.soft_cap is not None:
+        yield with_spec("no-soft-cap", "attend.5", "The output is that of no soft cap.", soft_cap=None)
+    yield with_rules("length-minus-one", "pages.3", "The last token of every row was left out.", visible=_shorter)
+    if spec.causal:
+        yield with_spec("not-causal", "attend.3", "The output is that of no causal mask.", causal=False)
+        yield with_rules("causal-strict", "attend.3", "A token does not see itself.", visible=_strict)
+        yield with_rules(
+            "no-offset", "attend.3", "The causal mask is top-left aligned: n − q is missing.", visible=_top_left
+        )
+    else:
+        yield with_spec("causal", "attend.13", "The output is that of a causal mask.", causal=True)
+    if problem.sinks is not None:
+        without = dataclasses.replace(problem, sinks=None)
+        yield Hypothesis("no-sinks", "attend.1", "The output is that of no sinks.", without)
+    modulo = "Query head h reads KV head h mod KV heads instead of h // group."
+    yield with_rules("gqa-modulo", "attend.6", modulo, key_head=_modulo, value_head=_modulo)
+    yield with_rules("value-head-0", "attend.6", "Values come from KV head 0.", value_head=lambda h, heads, kv: 0)
+    swapped = dataclasses.replace(problem, values=problem.keys)
+    yield Hypothesis("k-as-v", "attend.1", "Keys were used as values.", swapped)
+    shifted = dataclasses.replace(problem, values=_next_slot(problem))
+    yield Hypothesis("value-slot", "pages.3", "Values come from the slot before their keys'.", shifted)
+    yield with_rules(
+        "page-order", "pages.3", "Pages were read in the order of their ids, not of the list.", pages=_sorted
+    )
+    yield with_rules("row-0-table", "attend.12", "Row 0's pages were used for every row.", pages=_row_0)
+    for bits in (7, 8, 15, 16):
+        if problem.keys.shape[0] > 1 << bits:
+            text = f"Page ids were cut to {bits} bits."
+            yield with_rules("page-id-width", "pages.4", text, pages=_cut(bits))
+    if problem.layer:
+        yield with_rules("layer", "pages.4", "Pages of layer 0 were read.", pages=lambda p, r: p.table.pages_of(r))
+
+
+def _strict(position: int, query_len: int, kv_len: int, *, causal: bool, window: int | None) -> tuple[int, int]:
+    first, _ = _visible(position, query_len, kv_len, causal=causal, window=window)
+    return (first, position) if position else (0, 1)
+
+
+def _top_left(position: int, query_len: int, kv_len: int, *, causal: bool, window: int | None) -> tuple[int, int]:
+    return _visible(position - kv_len + query_len, query_len, kv_len, causal=causal, window=window)
+
+
+def _shorter(position: int, query_len: int, kv_len: int, *, causal: bool, window: int | None) -> tuple[int, int]:
+    first, end = _visible(position, query_len, kv_len, causal=causal, window=window)
+    return first, min(end, max(kv_len - 1, 1))
+
+
+def _modulo(head: int, heads: int, kv_heads: int) -> int:
+    return head % kv_heads
+
+
+def _sorted(problem: AttendProblem, row: int) -> np.ndarray:
+    return np.sort(_pages(problem, row))
+
+
+def _row_0(problem: AttendProblem, row: int) -> np.ndarray:
+    need = len(problem.table.pages_of(row))
+    pages = _pages(problem, 0)
+    return np.resize(pages, need) if len(pages) else pages
+
+
+def _cut(bits: int) -> Callable[[AttendProblem, int], np.ndarray]:
+    return lambda problem, row: _pages(problem, row) & ((1 << bits) - 1)
+
+
+def _next_slot(problem: AttendProblem) -> np.ndarray:
+    values = problem.values.copy()
+    table = problem.table
+    for row in range(table.num_rows):
+        n = int(table.kv_lens[row])
+        j = np.arange(n)
+        page, offset = _pages(problem, row)[j // table.tokens_per_page], j % table.tokens_per_page
+        values[page, offset] = np.roll(problem.values[page, offset], 1, axis=0)
+    return values
