@@ -107,7 +107,7 @@ def _header(kind: str, data: bytes) -> tuple[Any, Any, dict[str, Any], list[tupl
     if struct.unpack_from("<I", data, len(data) - 4)[0] != zlib.crc32(data[:-4]):
         raise InvalidInputError(f"{kind}.from_bytes: the checksum does not match; the bytes are damaged or cut short.")
     try:
-        header = json.loads(data[8 : 8 + size].decode(), object_pairs_hook=_once, parse_constant=_finite)
+        header = json.loads(data[8 : 8 + size].decode(), object_pairs_hook=_once)
         fields, lengths = header["fields"], [(name, length) for name, length in header["arrays"]]
         if not isinstance(fields, dict):
             raise TypeError("fields is not an object")
@@ -127,7 +127,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{show(name)} is named twice")
         out[name] = value
     return out
-
-
-def _finite(name: str) -> float:
-    raise ValueError(f"{name} is not a finite number")

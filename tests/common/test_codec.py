@@ -97,7 +97,8 @@ def test_every_flipped_byte_is_refused(made):
     data = made.to_bytes()
     for i in range(len(data)):
         for flip in (0x01, 0x80, 0xFF):
-            refused(type(made), data[:i] + bytes([data[i] ^ flip]) + data[i + 1 :])
+            text = refused(type(made), data[:i] + bytes([data[i] ^ flip]) + data[i + 1 :])
+            assert i < 8 or "the checksum does not match; the bytes are damaged or cut short" in text
 
 
 @settings(max_examples=100, deadline=None)
@@ -176,7 +177,7 @@ def test_declared_sizes_are_checked_before_anything_is_allocated():
             refused(PageTable, sealed(compact({**header, "arrays": arrays}), words))
     arrays = [[name, 2**61] for name, _ in header["arrays"]]
     assert "bytes follow the header" in refused(PageTable, sealed(compact({**header, "arrays": arrays}), words))
-    for size in (2**20 + 1, 2**31, 2**32 - 1):
+    for size in (97, 2**20, 2**20 + 1, 2**31, 2**32 - 1):
         data = b"PGD1" + struct.pack("<I", size) + bytes(100)
         assert f"header of {size} bytes declared, 96 bytes follow" in refused(PageTable, data)
 

@@ -63,9 +63,15 @@ def test_a_field_added_later_enters_the_digest_by_itself():
 def test_the_digest_is_sha256_over_typed_length_prefixed_fields():
     base = namespace(adapter=b"\x00\x01", tenant=0.5, salt=True, rope="ü", layout=-7)
     text = {
-        "weights": ("str", b"sha256:1"), "revision": ("int", b"0"), "tokenizer": ("str", b"sha256:2"),
-        "adapter": ("bytes", b"\x00\x01"), "tenant": ("float", b"0x1.0000000000000p-1"), "salt": ("bool", b"True"),
-        "rope": ("str", b"\xc3\xbc"), "kv_dtype": ("str", b"float8_e4m3fn"), "layout": ("int", b"-7"),
+        "weights": ("str", b"sha256:1"),
+        "revision": ("int", b"0"),
+        "tokenizer": ("str", b"sha256:2"),
+        "adapter": ("bytes", b"\x00\x01"),
+        "tenant": ("float", b"0x1.0000000000000p-1"),
+        "salt": ("bool", b"True"),
+        "rope": ("str", b"\xc3\xbc"),
+        "kv_dtype": ("str", b"float8_e4m3fn"),
+        "layout": ("int", b"-7"),
     }
     message = b"paged.CacheNamespace.v1"
     for name in FIELDS:
