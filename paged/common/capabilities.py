@@ -137,20 +137,17 @@ class Capabilities:
         for field, vocabulary in _VOCABULARIES.items():
             per_field(check_names, self, field, vocabulary=vocabulary)
         per_field(_check_int_set, self, "head_dims")
-        if not isinstance(self.group_sizes, Range):
-            if not isinstance(self.group_sizes, (frozenset, set)):
-                raise InvalidInputError(
-                    f"Capabilities.group_sizes must be a Range or a set of ints, got {show(self.group_sizes)}."
-                )
+        per_field(_check_range, self, "page_sizes")
+        # A tuple of two could mean either, so it is neither.
+        if isinstance(self.group_sizes, (frozenset, set)):
             per_field(_check_int_set, self, "group_sizes")
-        for field in ("dtypes", "kv_dtypes", "head_dims", "regimes", "platforms"):
+        else:
+            per_field(_check_range, self, "group_sizes")
+        for field in ("dtypes", "kv_dtypes", "regimes", "platforms"):
             if not getattr(self, field):
                 raise InvalidInputError(f"Capabilities.{field} must not be empty: nothing could ever run.")
         if "deterministic" not in self.promises:
             raise InvalidInputError("Capabilities.promises must contain 'deterministic'; it is not optional.")
-        for field in _RANGES:
-            if not isinstance(value := getattr(self, field), Range):
-                raise InvalidInputError(f"Capabilities.{field} must be a Range(low, high), got {show(value)}.")
         per_field(check_choice, self, "numerics", choices=tuple(NUMERIC_MODELS))
         if self.decode_numerics is not None:
             per_field(check_choice, self, "decode_numerics", choices=tuple(NUMERIC_MODELS))
@@ -251,20 +248,24 @@ _VOCABULARIES: dict[str, frozenset[str] | None] = {
     "regimes": REGIMES,
     "platforms": None,
 }
-_RANGES = ("page_sizes",)
 
 
 def _revive(fields: dict[str, Any]) -> dict[str, Any]:
     out = dict(fields)
-    for field in (*_RANGES, "group_sizes"):
-        value = out[field]
-        if field == "group_sizes" and isinstance(value, list):
+    for field in ("page_sizes", "group_sizes"):
+        if isinstance(value := out[field], dict):
+            if value.keys() != {"low", "high", "powers_of_two"}:
+                raise InvalidInputError(f"Capabilities.from_bytes: {field} must be a range, got {show(value)}.")
+            out[field] = Range(**value)
+        elif field == "group_sizes":
             out[field] = _check_int_set("Capabilities", field, value)
-            continue
-        if not isinstance(value, dict) or value.keys() != {"low", "high", "powers_of_two"}:
-            raise InvalidInputError(f"Capabilities.from_bytes: {field} must be a range, got {show(value)}.")
-        out[field] = Range(**value)
     return out
+
+
+def _check_range(owner: str, field: str, value: object) -> Range:
+    if not isinstance(value, Range):
+        raise InvalidInputError(f"{owner}.{field} must be a Range(low, high), got {show(value)}.")
+    return value
 
 
 def _check_int_set(owner: str, field: str, value: object) -> frozenset[int]:

@@ -45,6 +45,7 @@ GEOMETRIES = [
     ("head_dims", {"head_dims": frozenset({128, 256})}, layout(), "declares head_dims 128, 256; asked for 64."),
     ("head_dims", {}, layout(value_head_dim=32), "declares head_dims 64, 128; asked for 32."),
     ("group_sizes", {"group_sizes": Range(3, 8)}, layout(), "declares group_sizes 3..8; asked for 2."),
+    ("group_sizes", {"group_sizes": frozenset({1, 4})}, layout(), "declares group_sizes 1, 4; asked for 2."),
     ("regimes", {"regimes": frozenset({"partition"})}, layout(kv_head_shards=4), "regimes partition; asked for repli"),
     ("max_page_id", {"max_page_id": 14}, layout(), "declares max_page_id 14; this pool needs 15. Use a smaller pool."),
     ("max_pool_bytes", {"max_pool_bytes": 65535}, layout(), "declares max_pool_bytes 65535; this pool needs 65536."),
@@ -101,7 +102,7 @@ def test_scenario_m17_a_platform_that_is_not_declared_is_refused():
 
 def test_scenario_m17_no_capability_that_limits_a_call_is_forgotten():
     """Each field is toggled above, or is one that the suite reads instead of a call being refused by it."""
-    read_by_the_suite = {"numerics", "promises", "pool_layout", "pool_storage", "poison"}
+    read_by_the_suite = {"numerics", "decode_numerics", "promises", "pool_layout", "pool_storage", "poison"}
     toggled = {row[0] for row in GEOMETRIES} | {"features", "platforms"}
     assert toggled | read_by_the_suite == {field.name for field in dataclasses.fields(Capabilities)}
 
@@ -182,7 +183,15 @@ def test_a_declaration_is_json_and_comes_back_from_its_bytes():
     assert as_json["page_sizes"] == {"low": 1, "high": 256, "powers_of_two": True}
     assert as_json["head_dims"] == [64, 128]
     assert Capabilities.from_bytes(declared.to_bytes()) == declared
-    assert declared.numeric_model is NUMERIC_MODELS["N0"]
+    listed = capable(group_sizes={8, 1, 2})
+    assert listed.to_json()["group_sizes"] == [1, 2, 8]
+    assert Capabilities.from_bytes(listed.to_bytes()) == listed
+
+
+def test_numeric_models_are_entries_of_the_menu():
+    assert capable().numeric_model is capable().decode_numeric_model is NUMERIC_MODELS["N0"]
+    split = capable(numerics="N1", decode_numerics="N2")
+    assert (split.numeric_model, split.decode_numeric_model) == (NUMERIC_MODELS["N1"], NUMERIC_MODELS["N2"])
 
 
 def test_the_order_and_the_kind_of_collection_do_not_matter():
