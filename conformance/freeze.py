@@ -1,0 +1,170 @@
+"""Freezes what the catalogue's generators make: `python -m conformance.freeze` writes, `--check` compares.
+
+For every case the derived `needs`, and digests of the inputs and of what is demanded, are kept in the catalogue's
+files. A generator, bound or oracle that gives other bits than before shows up here, before any backend sees it; writing
+the files anew is a decision to be told in the changelog.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conformance.case import AttendProblem, Case, MoveProblem
+from conformance.judge import expectation
+from conformance.vectors import Vector, generate
+from paged.common import AttentionSpec, PageTable
+from paged.common.capabilities import NUMERIC_MODELS
+
+DIRECTORY = Path(__file__).parent / "catalogue" / "v1"
+FROZEN_MODELS = ("exact", "N0", "N1")
+"""Numeric models whose certified ranges are part of the digest of what is demanded."""
+SAFE_PAGE_ID = 1 << 15
+"""Cases whose page ids, layer offset included, stay below this make no demand on `max_page_id`."""
+EXTRA_NEEDS = frozenset({"lse", "pool_layout", "pool_storage", "poison"})
+"""Needs that no parameter shows; they stay as the file has them."""
+PROMISED_RELATIONS = {
+    "rung": "batch_invariant",
+    "batch": "batch_invariant",
+    "chunk": "chunk_invariant",
+    "shard": "shard_invariant",
+    "masked_nan": "masked_nan",
+}
+"""Relations that bind on generic inputs only where they are promised."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check the files; 0 if nothing differs or everything was written, 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m conformance.freeze", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare and change nothing")
+    parser.add_argument("--case", action="append", help="only this case; may be repeated")
+    parser.add_argument("--directory", type=Path, default=DIRECTORY)
+    options = parser.parse_args(arguments)
+    moved = []
+    for file in sorted(options.directory.glob("*.json")):
+        data = json.loads(file.read_text("utf-8"))
+        for entry in data["cases"]:
+            if options.case and entry["id"] not in options.case:
+                continue
+            fresh = frozen_fields(entry)
+            changed = [name for name, value in fresh.items() if entry.get(name) != value]
+            moved += [f"{file.name}: {entry['id']}: {name}" for name in changed]
+            entry.update(fresh)
+        if not options.check:
+            file.write_text(render(data), "utf-8")
+        elif file.read_text("utf-8") != render(data) and not any(m.startswith(file.name) for m in moved):
+            moved.append(f"{file.name}: not in the form that freezing writes")
+    for line in moved:
+        print(("differs: " if options.check else "wrote: ") + line)
+    return 1 if options.check and moved else 0
+
+
+def frozen_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """`needs`, `inputs` and `expected` of a case given as JSON data."""
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+    case = Case(**fields)
+    vector = generate(case)
+    return {
+        "needs": needs_of(case, vector),
+        "inputs": inputs_digest(vector),
+        "expected": expected_digest(case, vector),
+    }
+
+
+def needs_of(case: Case, vector: Vector) -> list[str]:
+    """The demands that the parameters make on a declaration, and the extra ones that the case states."""
+    p, problem = case.params, vector.problem
+    kv_dtype = problem.dtype if isinstance(problem, MoveProblem) else problem.kv_dtype
+    needs = {f"kv_dtype:{kv_dtype}", f"page:{p['page']}", f"head_dim:{p['head_dim']}"}
+    top_page = p.get("layers", 1) * p["num_pages"] - 1
+    if top_page >= SAFE_PAGE_ID:
+        needs |= {f"max_page_id:{top_page}", f"pool_bytes:{problem.keys.nbytes}"}
+    if p.get("mesh"):
+        needs.add("regime:partition")
+    if isinstance(problem, AttendProblem):
+        spec = problem.spec
+        needs |= {f"dtype:{problem.dtype}", f"group:{p['q_heads'] // p['kv_heads']}"}
+        asked = {
+            "window": spec.window is not None,
+            "soft_cap": spec.soft_cap is not None,
+            "non_causal": not spec.causal,
+            "sinks": problem.sinks is not None,
+            "kv_scales": problem.key_scale is not None or problem.value_scale is not None,
+            batch_kind(problem.table): True,
+        }
+        needs |= {name for name, wanted in asked.items() if wanted}
+        promise = PROMISED_RELATIONS.get(str(p.get("relation")))
+        if promise and (vector.predicted is None or promise == "masked_nan"):
+            needs.add(f"promise:{promise}")
+    needs |= {need for need in case.needs if need.partition(":")[0] in EXTRA_NEEDS}
+    return sorted(needs)
+
+
+def batch_kind(table: PageTable) -> str:
+    """`decode` if no row has more than one new token, `prefill` if none has just one, else `mixed`."""
+    lens = table.query_lens[table.query_lens > 0]
+    if np.all(lens <= 1):
+        return "decode"
+    return "prefill" if np.all(lens > 1) else "mixed"
+
+
+def inputs_digest(vector: Vector) -> str:
+    """`sha256:…` of every field of the problem but what a movement is expected to give."""
+    skipped = ("expected_keys", "expected_values")
+    fields = dataclasses.fields(vector.problem)
+    return digest(_parts((f.name, getattr(vector.problem, f.name)) for f in fields if f.name not in skipped))
+
+
+def expected_digest(case: Case, vector: Vector) -> str:
+    """`sha256:…` of what is demanded: the pool after a movement; predicted words and certified ranges of attention."""
+    problem = vector.problem
+    if isinstance(problem, MoveProblem):
+        return digest(_parts([("keys", problem.expected_keys), ("values", problem.expected_values)]))
+    parts: list[tuple[str, Any]] = [("predicted", vector.predicted)]
+    for name in FROZEN_MODELS:
+        expected = expectation(vector, NUMERIC_MODELS[name])
+        parts += [(f"low {name}", expected.low), (f"high {name}", expected.high)]
+    return digest(_parts(parts))
+
+
+def _parts(fields: Iterable[tuple[str, Any]]) -> Iterable[bytes]:
+    for name, value in fields:
+        yield f"|{name}|".encode()
+        if isinstance(value, np.ndarray):
+            yield f"{value.dtype.kind}{value.dtype.itemsize}{value.shape}".encode()
+            yield np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<")).tobytes()
+        elif isinstance(value, (PageTable, AttentionSpec)):
+            yield from _parts((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        elif isinstance(value, tuple):
+            yield from _parts((str(i), v) for i, v in enumerate(value))
+        else:
+            yield f"{type(value).__name__}:{value!r}".encode()
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """`sha256:…` of the parts, one after the other."""
+    h = hashlib.sha256()
+    for part in parts:
+        h.update(part)
+    return f"sha256:{h.hexdigest()}"
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """The file as text: one field a line, so that a changed digest is a one-line diff."""
+    cases = []
+    for entry in data["cases"]:
+        lines = [f"      {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in entry.items()]
+        cases.append("    {\n" + ",\n".join(lines) + "\n    }")
+    return '{\n  "schema": 1,\n  "cases": [\n' + ",\n".join(cases) + "\n  ]\n}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
