@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from paged.models import shard_decoder
 
 from paged.common import InvalidInputError
 from paged.engine import replay
+from paged.models import shard_decoder
 
 TIE = 1e-3
 

@@ -153,8 +153,8 @@ class FlashInferBackend:
                 query,
                 words=arrays.prefill_words,
                 query_offsets=arrays.query_offsets,
-                # FA2 can write float32, which leaves fp8's value scale one rounding; FA3 writes the query's dtype.
-                out_dtype="float32" if kv in FP8_DTYPES else query.dtype.name,
+                # FA2 writes float32, so one module serves decode, prefill and fp8; FA3 writes the query's dtype.
+                out_dtype="float32" if static.prefill == "fa2" else query.dtype.name,
                 plan=prefill_info(static),
             )
             single = arrays.single[:, None]

@@ -4,6 +4,8 @@ is always chosen from the options, never reused across them."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 
 from paged.common.checks import check_choice, check_int
 
@@ -51,3 +53,31 @@ class ModuleSpec:
             return "append"
         options = "".join(text for flag, text in ((self.window, "-window"), (self.soft_cap, "-cap")) if flag)
         return f"{self.kind}-{self.query}-{self.kv}-{self.out}-{self.head_dim}{options}"
+
+
+OPTIONS = {"none": (False, False), "window": (True, False), "cap": (False, True), "window+cap": (True, True)}
+"""Options compiled into a module, by name: (sliding window, soft cap)."""
+
+
+def matrix(
+    *,
+    dtypes: Iterable[str] = ("bfloat16", "float16"),
+    kv_dtypes: Iterable[str] = ("same", "float8_e4m3fn"),
+    head_dims: Iterable[int] = (64, 128, 256),
+    options: Iterable[str] = tuple(OPTIONS),
+    hopper: bool = True,
+) -> list[ModuleSpec]:
+    """Every module that the backend can ask for, both tiers, within the given dtypes, head dims and options.
+
+    `kv_dtypes`: `"same"` is a pool of the query's dtype. `hopper`: with FA3 prefill, which takes no fp8 pools.
+    """
+    out = [ModuleSpec("append")]
+    for query, kv, head_dim, option in itertools.product(dtypes, kv_dtypes, head_dims, options):
+        window, soft_cap = OPTIONS[check_choice("matrix", "options", option, tuple(OPTIONS))]
+        same = kv == "same"
+        common = {"query": query, "kv": query if same else kv, "head_dim": head_dim, "window": window}
+        common["soft_cap"] = soft_cap
+        out += [ModuleSpec(kind, out="float32", **common) for kind in ("decode", "prefill")]
+        if hopper and same:
+            out.append(ModuleSpec("prefill_sm90", out=query, **common))
+    return out

@@ -1,0 +1,58 @@
+"""`paged build flashinfer`: compile the kernels of the installed `flashinfer-python`. Needs nvcc and no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subcommand's arguments."""
+    parser.add_argument("provider", choices=["flashinfer"], help="whose kernels to build")
+    parser.add_argument(
+        "--output", metavar="DIR", help="where to put the libraries (default: where they are looked for)"
+    )
+    parser.add_argument("--arch", default="9.0a", help="compute capability, e.g. 9.0a, 8.0 (default: 9.0a)")
+    parser.add_argument("--dtypes", default="bfloat16", metavar="NAMES", help="of queries, separated by commas")
+    parser.add_argument("--kv-dtypes", default="same", metavar="NAMES", help="of pools; `same` is the query's dtype")
+    parser.add_argument("--head-dims", default="128", metavar="INTS", help="separated by commas: 64,128,256")
+    parser.add_argument("--options", default="none", metavar="NAMES", help="none,window,cap,window+cap")
+    parser.add_argument("--module", action="append", default=[], metavar="NAME", help="build this module; repeatable")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: one per core)")
+    parser.add_argument("--list", action="store_true", help="print the names of the modules and build nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build, or list, the modules asked for."""
+    import pathlib
+
+    from paged.backends.flashinfer.build import build
+    from paged.backends.flashinfer.module_spec import matrix
+    from paged.backends.flashinfer.modules import default_directory
+    from paged.common.errors import InvalidInputError
+
+    try:
+        head_dims = [int(x) for x in args.head_dims.split(",")]
+    except ValueError:
+        raise InvalidInputError(f"--head-dims must be ints separated by commas, got {args.head_dims!r}.") from None
+    specs = matrix(
+        dtypes=args.dtypes.split(","),
+        kv_dtypes=args.kv_dtypes.split(","),
+        head_dims=head_dims,
+        options=args.options.split(","),
+        hopper=args.arch == "9.0a",
+    )
+    if args.module:
+        known = {spec.name: spec for spec in matrix()}
+        if unknown := [name for name in args.module if name not in known]:
+            raise InvalidInputError(f"--module {unknown[0]!r} is not a module; see paged build flashinfer --list.")
+        specs = [known[name] for name in args.module]
+    if args.list:
+        print("\n".join(spec.name for spec in specs))
+        return 0
+    directory = pathlib.Path(args.output) if args.output else default_directory()
+    build(
+        specs, directory, arch=args.arch, jobs=args.jobs, progress=lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    print(directory)
+    return 0
