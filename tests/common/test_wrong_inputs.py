@@ -79,7 +79,7 @@ WRONG = {
     "name": [*NEITHER_NONE_NOR_TEXT, None, "", 1],
     "names": [*ANYTHING, "cpu", 3, {3}, [None], {""}, [["cpu"]], [Hostile()]],
     "head dims": [*ANYTHING, 64, "64", {"64"}, {0}, [-1], [True], [64.0], [HUGE], [Hostile()]],
-    "range or set": [*ANYTHING, 4, (1, 4), [1, 4], range(1, 4), "1..4", {0}, {"1"}, {True}, set(), {HUGE}],
+    "range or set": [*ANYTHING, 4, (1, 4), [1, 4], range(1, 4), "1..4", {0}, {True}, {"1"}, {1.5}, set(), {HUGE}],
     "range": [*ANYTHING, 4, (1, 4), range(1, 4), "1..4", {"low": 1, "high": 4, "powers_of_two": False}],
     "vector": [
         *ANYTHING,
