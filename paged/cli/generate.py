@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -183,7 +184,7 @@ def _nonnegative(text: str) -> int:
 
 
 def _bytes(text: str) -> int:
-    number, unit = text.rstrip("BbiIkKmMgG"), text[len(text.rstrip("BbiIkKmMgG")) :].lower().removesuffix("b")
-    if unit not in _UNITS:
+    found = re.fullmatch(r"([1-9][0-9]*) ?([kmg]i?)?b?", text.lower())
+    if found is None:
         raise argparse.ArgumentTypeError(f"must be bytes, such as 512MiB or 2GB, got {text!r}")
-    return _count(number) * _UNITS[unit]
+    return int(found[1]) * _UNITS[found[2] or ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from typing import TextIO
@@ -17,7 +18,7 @@ class Progress:
     label, at its end, and every two seconds between.
     """
 
-    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None):
+    def __init__(self, *, quiet: bool = False, stream: TextIO | io.TextIOBase | None = None):
         self._stream = sys.stderr if stream is None else stream
         self._quiet = quiet
         self._tty = self._stream.isatty()

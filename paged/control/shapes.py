@@ -26,9 +26,7 @@ class FixedShape:
 
     def __post_init__(self) -> None:
         for field in ("rows", "tokens", "listed_pages", "max_query_len", "max_kv_len"):
-            value = getattr(self, field)
-            if type(value) is not int or value < 0:  # made in every step: the full check only where it may say no
-                object.__setattr__(self, field, check_int("FixedShape", field, value, minimum=0))
+            object.__setattr__(self, field, check_int("FixedShape", field, getattr(self, field), minimum=0))
 
     @classmethod
     def of(cls, table: PageTable) -> FixedShape:

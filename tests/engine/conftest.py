@@ -14,6 +14,7 @@ from paged.backends.sharding import KvSharding
 from paged.common import AttentionSpec, Capabilities, Range, StorageLayout
 from paged.engine import Runtime
 from paged.models import DecoderConfig, random_decoder
+from paged.models.checkpoint import load_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,3 +123,9 @@ def run_greedy():
         return [t.id for t in out]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct in float32, loaded once for all tests of this room."""
+    return load_model("smollm2")
