@@ -2,6 +2,7 @@
 
 from paged.control.allocator import PageAllocator as PageAllocator
 from paged.control.batch import Slice as Slice
+from paged.control.ladders import ShapeLadders as ShapeLadders
 from paged.control.page_map import Handle as Handle
 from paged.control.page_map import PageMap as PageMap
 from paged.control.plane import ControlPlane as ControlPlane

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol, runtime_checkable
 
-from paged.common.checks import check_int
+from paged.common.checks import INT32_LIMIT, check_int
 from paged.common.errors import InvalidInputError
-from paged.common.page_table import PageTable
+from paged.common.page_table import MAX_ENTRIES, PageTable
+
+_TOPS = dict.fromkeys(("rows", "tokens", "listed_pages"), MAX_ENTRIES) | dict.fromkeys(
+    ("max_query_len", "max_kv_len"), INT32_LIMIT - 1
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +29,10 @@ class FixedShape:
     max_kv_len: int
 
     def __post_init__(self) -> None:
-        for field in ("rows", "tokens", "listed_pages", "max_query_len", "max_kv_len"):
-            object.__setattr__(self, field, check_int("FixedShape", field, getattr(self, field), minimum=0))
+        for field, top in _TOPS.items():
+            value = getattr(self, field)
+            if type(value) is not int or not 0 <= value <= top:  # made in every step: the full check only where needed
+                object.__setattr__(self, field, check_int("FixedShape", field, value, minimum=0, maximum=top))
 
     @classmethod
     def of(cls, table: PageTable) -> FixedShape:
@@ -36,7 +42,7 @@ class FixedShape:
 
     def shape_for(self, need: FixedShape) -> FixedShape:
         """This shape; raises `InvalidInputError` naming the field in which `need` exceeds it."""
-        for field in ("rows", "tokens", "listed_pages", "max_query_len", "max_kv_len"):
+        for field in _TOPS:
             if getattr(need, field) > getattr(self, field):
                 raise InvalidInputError(
                     f"FixedShape.{field} is {getattr(self, field)}, the step needs {getattr(need, field)}. "
