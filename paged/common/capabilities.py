@@ -216,7 +216,9 @@ class Capabilities:
 
     def require_platform(self, backend: str, platform: str) -> None:
         """Refuse a jax platform that the backend does not declare."""
-        _refuse(backend, "platforms", str(platform), self.platforms)
+        if not isinstance(platform, str):
+            raise InvalidInputError(f"Capabilities.require_platform: platform must be a name, got {show(platform)}.")
+        _refuse(backend, "platforms", platform, self.platforms)
 
     def to_json(self) -> dict[str, Any]:
         """The declaration as JSON-able data, sets sorted, for a certificate."""

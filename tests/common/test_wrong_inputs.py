@@ -76,6 +76,7 @@ WRONG = {
     "dtype": [*ANYTHING, "", "float64", "BFLOAT16", 2, np.float32, np.dtype("float32"), ["float32"]],
     "choice": [*ANYTHING, "", "other", 1, ["float32"]],
     "choice or none": [*ANYTHING[1:], "", "other", 1, ["float32"]],
+    "name of anything": [*NEITHER_NONE_NOR_TEXT, None, 1],
     "name": [*NEITHER_NONE_NOR_TEXT, None, "", 1],
     "names": [*ANYTHING, "cpu", 3, {3}, [None], {""}, [["cpu"]], [Hostile()]],
     "head dims": [*ANYTHING, 64, "64", {"64"}, {0}, [-1], [True], [64.0], [HUGE], [Hostile()]],
@@ -214,6 +215,7 @@ CALLS = {
         {"backend": "b", "spec": AttentionSpec(scale=1.0)},
         {"spec": "spec", "sinks": "bool", "kv_scales": "bool"},
     ),
+    CAPABLE.require_platform: ({"backend": "b", "platform": "cpu"}, {"platform": "name of anything"}),
 }
 ARGUMENTS = [
     pytest.param(call, good, name, kind, id=f"{call.__qualname__}-{name}")
@@ -245,6 +247,13 @@ def test_wrong_input_is_refused_by_name(call, good, name, kind):
         with pytest.raises(InvalidInputError) as caught:
             call(**arguments)
         assert name in str(caught.value) or (name == "pages" and "page_ids" in str(caught.value))
+
+
+@pytest.mark.parametrize("wrong", [*WRONG["choice"]], ids=range(len(WRONG["choice"])))
+def test_only_features_of_the_vocabulary_can_be_asked_for(wrong):
+    assert complaint(CAPABLE.require_features, {"backend": "b"}) == "accepted"
+    with pytest.raises(InvalidInputError, match=r"require_features\.feature must be one of decode, kv_scales, "):
+        CAPABLE.require_features("b", wrong)
 
 
 def test_every_public_name_is_in_the_table():
