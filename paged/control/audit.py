@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paged.common.errors import InternalError
 from paged.common.page_table import pages_for
 from paged.control.allocator import PageAllocator
+from paged.control.copies import PendingCopy
 from paged.control.fence import RetirementFence
 from paged.control.page_map import PageMap
-
-if TYPE_CHECKING:
-    from paged.control.plane import PendingCopy
 
 
 def live_pages(page_map: PageMap, copies: Mapping[int, PendingCopy]) -> int:

@@ -18,11 +18,15 @@ class Handle:
     """Names one open request: a row of the map, and the epoch under which the row was given out.
 
     Made by `PageMap.open` only. After the request is closed the row is used again under a later epoch, and this handle
-    is stale for good.
+    is stale for good. Neither number is negative.
     """
 
     row: int
     epoch: int
+
+    def __post_init__(self) -> None:
+        check_int("Handle", "row", self.row, minimum=0)
+        check_int("Handle", "epoch", self.epoch, minimum=0, maximum=2**63 - 1)
 
 
 class PageMap:
@@ -41,6 +45,7 @@ class PageMap:
         # Epoch of the request in a row, or −1 where nobody is: one comparison finds stale and forged handles alike.
         self.open_epochs = np.full(rows, _VACANT, np.int64)
         self._epochs = np.zeros(rows, np.int64)
+        self._counting = np.arange(0)
         self._vacant = list(range(rows - 1, -1, -1))
 
     @property
@@ -73,7 +78,7 @@ class PageMap:
 
     def row(self, handle: Handle) -> int:
         """The row of an open request; raises `StaleHandleError` naming row and epoch otherwise."""
-        if not isinstance(handle, Handle) or not 0 <= handle.row < self.max_requests:
+        if not isinstance(handle, Handle) or handle.row >= self.max_requests:
             raise StaleHandleError(f"{handle!r} is no handle of this map of {self.max_requests} rows. Use open().")
         if self.open_epochs[handle.row] != handle.epoch:
             raise self.stale(handle.row, handle.epoch)
@@ -98,11 +103,15 @@ class PageMap:
 
         The caller has checked that rows are open and that the matrix is wide enough.
         """
-        owner = np.repeat(rows, grow)
-        ends = np.cumsum(grow)
-        column = np.arange(pages.shape[0]) + np.repeat(self.counts[rows] + grow - ends, grow)
-        self.pages[owner, column] = pages
-        self.counts[rows] += grow
+        some = grow > 0
+        rows, grow = rows[some], grow[some]
+        held = self.counts[rows]
+        if pages.shape[0] == rows.shape[0]:  # one page each, as when decoding
+            self.pages[rows, held] = pages
+        else:
+            column = np.repeat(held + grow - np.add.accumulate(grow), grow) + np.arange(pages.shape[0])
+            self.pages[np.repeat(rows, grow), column] = pages
+        self.counts[rows] = held + grow
 
     def replace(self, row: int, index: int, page: int) -> int:
         """Put `page` where the row's page number `index` was, and return the one that was there."""
@@ -126,15 +135,29 @@ class PageMap:
         self._vacant.append(row)
         return removed
 
-    def gather(self, rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Pages number first[i] .. last[i] − 1 of each row, one row after the other; last ≥ first."""
+    def gather(
+        self, rows: np.ndarray, first: np.ndarray | int, last: np.ndarray, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Pages number first[i] .. last[i] − 1 of each row, one row after the other; last ≥ first.
+
+        `out` (int32, exactly as many entries) receives them if given.
+        """
         counts = last - first
-        ends = np.cumsum(counts)
+        ends = np.add.accumulate(counts)
         total = int(ends[-1]) if ends.shape[0] else 0
         if total > _COPY_ROWS_ABOVE * counts.shape[0]:  # long rows: one memory copy each beats an index per page
-            return np.concatenate([self.pages[r, a:b] for r, a, b in zip(rows.tolist(), first.tolist(), last.tolist())])
-        flat = np.arange(total) + np.repeat(rows * self.max_pages + first - (ends - counts), counts)
-        return self.pages.reshape(-1).take(flat)
+            spans = zip(rows.tolist(), (last - counts).tolist(), last.tolist())
+            return np.concatenate([self.pages[row, a:b] for row, a, b in spans], out=out)
+        flat = np.repeat(rows * self.max_pages + last - ends, counts)
+        flat += self._up_to(total)
+        # Every index is in range, and a mode that need not raise lets numpy write into `out` without a buffer.
+        return self.pages.reshape(-1).take(flat, out=out, mode="clip")
+
+    def _up_to(self, count: int) -> np.ndarray:
+        """0 .. count − 1, kept from call to call."""
+        if count > self._counting.shape[0]:
+            self._counting = np.arange(2 * count)
+        return self._counting[:count]
 
     def holders(self, num_pages: int) -> np.ndarray:
         """(num_pages,) int64: how many rows list each page."""

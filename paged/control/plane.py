@@ -7,16 +7,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged.common.checks import check_int
+from paged.common.checks import check_int, show
 from paged.common.errors import DirtyPageError, InvalidInputError, StaleHandleError, UseAfterFreeError
 from paged.common.layout import StorageLayout
 from paged.common.page_table import PageTable, pages_for
 from paged.control import audit
 from paged.control.allocator import PageAllocator
-from paged.control.batch import Batch, Slice, read_slices
+from paged.control.batch import Batch, Slice, SliceReader
+from paged.control.copies import CopyLedger, PendingCopy
 from paged.control.fence import RetirementFence
 from paged.control.page_map import Handle, PageMap
 from paged.control.shapes import FixedShape, Shapes
+from paged.control.table import build_table, exact_shape
 
 PagesCallback = Callable[[np.ndarray], object]
 CopyCallback = Callable[[np.ndarray, np.ndarray], object]
@@ -32,14 +34,6 @@ class Reservation(NamedTuple):
     dirty: np.ndarray
     copy_source: np.ndarray
     copy_target: np.ndarray
-
-
-class PendingCopy(NamedTuple):
-    """A row's partly filled page `source`, number `index`, that is shared and will be replaced by `target`."""
-
-    number: int
-    source: int
-    target: int
 
 
 class ControlPlane:
@@ -66,6 +60,14 @@ class ControlPlane:
         shapes: Shapes | None = None,
         poison_freed: PagesCallback | None = None,
     ):
+        if not isinstance(layout, StorageLayout):
+            raise InvalidInputError(f"ControlPlane.layout must be a StorageLayout, got {show(layout)}.")
+        if shapes is not None and (isinstance(shapes, type) or not isinstance(shapes, Shapes)):
+            raise InvalidInputError(
+                f"ControlPlane.shapes must be FixedShape, ShapeLadders or None, got {show(shapes)}."
+            )
+        if poison_freed is not None:
+            _check_callable("ControlPlane.poison_freed", poison_freed)
         self.layout = layout
         self.shapes = shapes
         self.poison_freed = poison_freed
@@ -74,7 +76,8 @@ class ControlPlane:
         self._lengths = np.zeros(self._map.max_requests, np.int64)
         self._allocator = PageAllocator(layout.num_pages)
         self._fence = RetirementFence(layout.num_pages)
-        self._copies: dict[int, PendingCopy] = {}
+        self._reader = SliceReader(self._map, self._lengths, layout.tokens_per_page, self.capacity_tokens)
+        self._copies = CopyLedger()
         self._last_owner = np.full((2, layout.num_pages), -1, np.int64)  # row and epoch; for messages only
 
     @property
@@ -109,7 +112,7 @@ class ControlPlane:
 
     def leaked_pages(self) -> int:
         """Held pages that are neither live nor pending: 0, always (requirement C8)."""
-        return self.held_pages - audit.live_pages(self._map, self._copies) - self.pending_pages
+        return self.held_pages - audit.live_pages(self._map, self._copies.pending) - self.pending_pages
 
     def open(self) -> Handle | None:
         """A handle for a new request of length 0 that holds no page, or None if every row is taken."""
@@ -129,7 +132,7 @@ class ControlPlane:
 
     def fits(self, request: int | Sequence[Slice]) -> bool:
         """Whether a new request of that many tokens, or these slices, could be reserved now (scenario H11)."""
-        if isinstance(request, int):
+        if isinstance(request, (int, np.integer)):
             tokens = check_int("ControlPlane.fits", "request", request, minimum=0)
             pages = pages_for(tokens, self.layout.tokens_per_page)
             return tokens <= self.capacity_tokens and self._has(pages)
@@ -148,8 +151,11 @@ class ControlPlane:
         pages stay reserved and dirty, lengths are unchanged, and the same call can be made again.
         Raises what `reserve` raises.
         """
+        _check_callable("ControlPlane.prepare.scrub", scrub)
+        if copy is not None:
+            _check_callable("ControlPlane.prepare.copy", copy)
         batch = self._read(slices)
-        shape = self._shape(batch)
+        shapes = self._shapes(batch)
         reservation = self._reserve(batch, may_copy=copy is not None)
         if reservation is None:
             return None
@@ -159,16 +165,16 @@ class ControlPlane:
             copy(reservation.copy_source, reservation.copy_target)
         if reservation.dirty.shape[0] or reservation.copy_target.shape[0]:
             self.confirm(np.concatenate([reservation.dirty, reservation.copy_target]))
-        return self._build(batch, shape)
+        return self._build(batch, *shapes)
 
     def reserve(self, slices: Sequence[Slice]) -> Reservation | None:
         """Give each request the pages that its slice needs; None if too few are free, and then nothing changed.
 
         Reserving again before `build` takes nothing more and reports again what is not confirmed.
-        Raises `StaleHandleError` or `InvalidInputError`, see `paged.control.batch.read_slices`.
+        Raises `StaleHandleError` or `InvalidInputError`, see `SliceReader.read`.
         """
         batch = self._read(slices)
-        self._shape(batch)
+        self._shapes(batch)
         return self._reserve(batch, may_copy=True)
 
     def confirm(self, pages: np.ndarray | list[int]) -> None:
@@ -177,13 +183,10 @@ class ControlPlane:
         Raises `UseAfterFreeError` naming a page that nobody holds.
         """
         self._allocator.confirm(pages)
-        if self._copies:
-            confirmed = set(np.asarray(pages).tolist())
-            for row, copy in list(self._copies.items()):
-                if copy.target in confirmed:
-                    self._map.replace(row, copy.number, copy.target)
-                    del self._copies[row]
-                    self._let_go(np.array([copy.source]), row)
+        if self._copies.pending:
+            for row, copy in self._copies.take_confirmed(pages):
+                self._map.replace(row, copy.number, copy.target)
+                self._let_go(np.array([copy.source]), row)
 
     def build(self, slices: Sequence[Slice]) -> PageTable:
         """The page table of a reserved step; each request's length grows by its slice's tokens.
@@ -199,7 +202,7 @@ class ControlPlane:
                 f"ControlPlane.build: slice {i} needs {batch.need[i]} pages, row {batch.rows[i]} holds {held[i]}. "
                 f"Call reserve with the same slices first."
             )
-        return self._build(batch, self._shape(batch))
+        return self._build(batch, *self._shapes(batch))
 
     def fork(self, handle: Handle) -> Handle | None:
         """A second request with the same tokens, sharing their pages, or None if every row is taken.
@@ -224,7 +227,7 @@ class ControlPlane:
         row = self._map.row(handle)
         length = check_int("ControlPlane.truncate", "length", length, minimum=0, maximum=int(self._lengths[row]))
         keep = pages_for(length, self.layout.tokens_per_page)
-        dropped = self._drop_copy(row, keep)
+        dropped = self._copies.drop(row, keep)
         removed = self._map.shrink(row, keep)
         self._lengths[row] = length
         return self._let_go(np.concatenate([removed, dropped]), row)
@@ -239,7 +242,7 @@ class ControlPlane:
             row = self._map.row(handle)
         except StaleHandleError as error:
             raise self._released_before(handle, error) from None
-        dropped = self._drop_copy(row, 0)
+        dropped = self._copies.drop(row, 0)
         removed = self._map.close(handle)
         self._lengths[row] = 0
         return self._let_go(np.concatenate([removed, dropped]), row, handle.epoch)
@@ -249,6 +252,8 @@ class ControlPlane:
 
         Raises `UseAfterFreeError` if one of them was freed since the table was built.
         """
+        if not isinstance(table, PageTable):
+            raise InvalidInputError(f"ControlPlane.dispatch.table must be a PageTable, got {show(table)}.")
         pages = table.page_ids[: table.page_offsets[-1]]
         if table.num_pages != self.layout.num_pages:
             raise InvalidInputError(
@@ -266,24 +271,16 @@ class ControlPlane:
 
     def verify(self) -> None:
         """Prove that bitmap, counts, map, fence and lengths agree; raises `InternalError` (requirement C9)."""
-        audit.verify(self._allocator, self._map, self._fence, self._lengths, self._copies, self.layout.tokens_per_page)
+        copies = self._copies.pending
+        audit.verify(self._allocator, self._map, self._fence, self._lengths, copies, self.layout.tokens_per_page)
 
     def _read(self, slices: Sequence[Slice]) -> Batch:
-        return read_slices(slices, self._map, self._lengths, self.layout.tokens_per_page, self.capacity_tokens)
+        return self._reader.read(slices)
 
-    def _shape(self, batch: Batch) -> FixedShape | None:
-        """The shape this batch will be padded to: asked for before anything changes, because it may be refused."""
-        if self.shapes is None:
-            return None
-        return self.shapes.shape_for(
-            FixedShape(
-                rows=batch.rows.shape[0],
-                tokens=int(batch.counts.sum()),
-                listed_pages=int(batch.need.sum()),
-                max_query_len=int(batch.counts.max(initial=0)),
-                max_kv_len=int(batch.ends.max(initial=0)),
-            )
-        )
+    def _shapes(self, batch: Batch) -> tuple[FixedShape, FixedShape]:
+        """The batch's own shape, and the one to pad it to: asked for before anything changes, as it may be refused."""
+        exact = exact_shape(batch)
+        return exact, exact if self.shapes is None else self.shapes.shape_for(exact)
 
     def _has(self, num_pages: int) -> bool:
         return num_pages <= self.available_pages
@@ -293,117 +290,72 @@ class ControlPlane:
         grow = np.maximum(batch.need - self._map.counts[batch.rows], 0)
         # Only the page that the first token lands in can be shared: later ones hold no token yet.
         first = self._map.pages[batch.rows, batch.first_pages]
-        shared = self._allocator.reference_counts[first] > 1
-        copies = self._copies_wanted(batch, first, shared) if shared.any() else []
+        references = self._allocator.reference_counts
+        shared = references[first] > 1
+        copies = self._copies.wanted(batch, first, shared, references) if shared.any() else []
         return _Demand(grow, copies, int(grow.sum()) + len(copies))
-
-    def _copies_wanted(self, batch: Batch, first: np.ndarray, shared: np.ndarray) -> list[tuple[int, int, int]]:
-        """(row, page number, source) of each copy: every writer but the last one that would hold the page."""
-        leaving: dict[int, int] = {}
-        for copy in self._copies.values():
-            leaving[copy.source] = leaving.get(copy.source, 0) + 1
-        out = []
-        for i in np.flatnonzero(shared).tolist():
-            row, source = int(batch.rows[i]), int(first[i])
-            if row in self._copies:
-                continue
-            if self._allocator.reference_counts[source] - leaving.get(source, 0) > 1:
-                leaving[source] = leaving.get(source, 0) + 1
-                out.append((row, int(batch.first_pages[i]), source))
-        return out
 
     def _reserve(self, batch: Batch, *, may_copy: bool) -> Reservation | None:
         demand = self._demand(batch)
-        if not may_copy and (demand.copies or self._copies):
-            self._refuse_copies(batch, demand)
+        if not may_copy:
+            sources = [source for _, _, source in demand.copies] + [c.source for c in self._copies_before(batch)]
+            if sources:
+                raise InvalidInputError(
+                    f"ControlPlane.prepare: the batch writes into page {sources[0]}, which a fork shares, and no copy "
+                    f"callable was given. Pass copy=."
+                )
         if not self._has(demand.total):
             return None
         if demand.total:
             pages = self._allocator.allocate(demand.total)
             assert pages is not None, "available_pages and the allocator disagree"
             split = demand.total - len(demand.copies)
-            self._map.extend(batch.rows, demand.grow, pages[:split])
-            self._allocator.taint(pages[split:])
-            for (row, number, source), target in zip(demand.copies, pages[split:].tolist()):
-                self._copies[row] = PendingCopy(number, source, target)
+            if split:
+                self._map.extend(batch.rows, demand.grow, pages[:split])
+            if demand.copies:
+                self._allocator.taint(pages[split:])
+                self._copies.add(demand.copies, pages[split:])
         return self._unready(batch)
 
-    def _refuse_copies(self, batch: Batch, demand: _Demand) -> None:
-        wanted = {row: source for row, _, source in demand.copies}
-        wanted |= {row: copy.source for row, copy in self._copies.items()}
-        for i, row in enumerate(batch.rows.tolist()):
-            if row in wanted:
-                raise InvalidInputError(
-                    f"ControlPlane.prepare: slice {i} (row {row}) writes into page {wanted[row]}, which a fork shares, "
-                    f"and no copy callable was given. Pass copy=."
-                )
-
     def _unready(self, batch: Batch) -> Reservation:
-        """Pages of this batch that the caller still has to overwrite."""
-        dirty = _NO_PAGES
+        """Pages that the caller still has to overwrite before this batch is built."""
+        dirty = source = target = _NO_PAGES
         if self._allocator.num_unconfirmed:
-            size = self.layout.tokens_per_page
-            dirty = self._allocator.dirty_among(self._map.gather(batch.rows, pages_for(batch.starts, size), batch.need))
-        if not self._copies:
-            return Reservation(dirty, _NO_PAGES, _NO_PAGES)
-        copies = [self._copies[row] for row in batch.rows.tolist() if row in self._copies]
-        source, target = (np.array([getattr(c, end) for c in copies], np.int32) for end in ("source", "target"))
+            filled = pages_for(batch.starts, self.layout.tokens_per_page)
+            dirty = self._allocator.dirty_among(self._map.gather(batch.rows, filled, batch.need))
+        if copies := self._copies_before(batch):
+            source = np.array([copy.source for copy in copies], np.int32)
+            target = np.array([copy.target for copy in copies], np.int32)
         return Reservation(dirty, source, target)
 
-    def _build(self, batch: Batch, shape: FixedShape | None) -> PageTable:
-        page_ids = self._map.gather(batch.rows, np.zeros_like(batch.need), batch.need)
-        first = self._map.pages[batch.rows, batch.first_pages]
-        self._refuse_unready(batch, page_ids, first)
-        table = self._table(batch, page_ids, first)
-        self._lengths[batch.rows] = batch.ends
-        return table if shape is None else shape.pad(table)
+    def _copies_before(self, batch: Batch) -> list[PendingCopy]:
+        if not self._copies.pending:
+            return []
+        return self._copies.before(batch.rows, self._map.pages[batch.rows, batch.first_pages])
 
-    def _refuse_unready(self, batch: Batch, page_ids: np.ndarray, first: np.ndarray) -> None:
+    def _build(self, batch: Batch, exact: FixedShape, shape: FixedShape) -> PageTable:
+        self._refuse_unready(batch)
+        table = build_table(batch, self._map, self.layout, exact, shape)
+        self._lengths[batch.rows] = batch.ends
+        return table
+
+    def _refuse_unready(self, batch: Batch) -> None:
         if self._allocator.num_unconfirmed:
-            dirty = self._allocator.dirty_among(page_ids)
+            listed = self._map.gather(batch.rows, 0, batch.need)
+            dirty = self._allocator.dirty_among(listed)
             if dirty.shape[0]:
                 raise DirtyPageError(
                     f"page {dirty[0]} is dirty: {self._freed_by(int(dirty[0]))} and it was not confirmed overwritten "
                     f"since ({dirty.shape[0]} such pages). Scrub them, call confirm with them, then build."
                 )
-        shared = self._allocator.reference_counts[first] > 1
-        if self._copies:
-            shared |= np.isin(batch.rows, np.fromiter(self._copies, np.int64))
-        if shared.any():
-            i = int(np.argmax(shared))
+        first = self._map.pages[batch.rows, batch.first_pages]
+        shared = first[self._allocator.reference_counts[first] > 1].tolist()
+        shared += [copy.source for copy in self._copies_before(batch)]
+        if shared:
             raise DirtyPageError(
-                f"page {first[i]} is shared and slice {i} (row {batch.rows[i]}) would write into it. "
+                f"page {shared[0]} is shared and the batch would write into it. "
                 f"Make the copies that reserve lists, call confirm with their targets, then build."
             )
-
-    def _table(self, batch: Batch, page_ids: np.ndarray, first: np.ndarray) -> PageTable:
-        size = self.layout.tokens_per_page
-        query_offsets, page_offsets = _offsets(batch.counts), _offsets(batch.need)
-        if query_offsets[-1] == batch.rows.shape[0]:  # every row decodes: its token lands in its first page
-            slots = first * size + (batch.starts - batch.first_pages * size)
-        else:
-            row = np.repeat(np.arange(batch.rows.shape[0]), batch.counts)
-            position = np.arange(row.shape[0]) + (batch.starts - query_offsets[:-1])[row]
-            number = position // size
-            slots = page_ids[page_offsets[row] + number] * size + (position - number * size)
-        return PageTable.trusted(
-            query_offsets=query_offsets,
-            page_offsets=page_offsets,
-            page_ids=page_ids,
-            last_page_len=(batch.ends - (batch.need - 1) * size).astype(np.int32),
-            kv_lens=batch.ends.astype(np.int32),
-            write_slots=slots.astype(np.int32),
-            max_query_len=int(batch.counts.max(initial=0)),
-            max_kv_len=int(batch.ends.max(initial=0)),
-            tokens_per_page=size,
-            num_pages=self.layout.num_pages,
-        )
-
-    def _drop_copy(self, row: int, keep: int) -> np.ndarray:
-        """Forget a row's pending copy unless the page it replaces is among the first `keep`; returns its target."""
-        if row in self._copies and self._copies[row].number >= keep:
-            return np.array([self._copies.pop(row).target], np.int32)
-        return _NO_PAGES
 
     def _let_go(self, pages: np.ndarray, row: int, epoch: int | None = None) -> np.ndarray:
         """Drop one holder of each page, at once or, for the last holder of a page in flight, when its step retires."""
@@ -422,9 +374,11 @@ class ControlPlane:
 
     def _freed_by(self, page: int) -> str:
         row, epoch = self._last_owner[:, page].tolist()
-        return "it awaits a copy" if row < 0 else f"it was freed by the request of row {row}, epoch {epoch},"
+        return f"the request of row {row}, epoch {epoch} let go of it"
 
     def _released_before(self, handle: Handle, error: StaleHandleError) -> StaleHandleError:
+        if not isinstance(handle, Handle):
+            return error
         let_go = np.flatnonzero((self._last_owner == [[handle.row], [handle.epoch]]).all(axis=0))
         return StaleHandleError(f"{error} The pages it let go of: {let_go[:8].tolist()}.") if let_go.size else error
 
@@ -437,10 +391,9 @@ class _Demand(NamedTuple):
     total: int
 
 
-def _offsets(counts: np.ndarray) -> np.ndarray:
-    out = np.zeros(counts.shape[0] + 1, np.int32)
-    np.cumsum(counts, out=out[1:])
-    return out
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise InvalidInputError(f"{name} must be callable with page ids, got {show(value)}.")
 
 
 _NO_PAGES = np.zeros(0, np.int32)

@@ -127,6 +127,15 @@ def test_scenario_l8_a_kernel_that_packs_does_not_declare_page_size_one():
         require(capable(page_sizes=Range(2, 256)), layout(tokens_per_page=1))
 
 
+def test_scenario_a2_a_kernel_with_16_bit_page_ids_is_not_given_page_65536():
+    narrow = capable(max_page_id=2**16 - 1, page_sizes=Range(1, 64))
+    require(narrow, layout(num_layers=1, num_pages=65536))
+    with pytest.raises(UnsupportedError, match=r"max_page_id 65535; this pool needs 65536\. Use a smaller pool\."):
+        require(narrow, layout(num_layers=1, num_pages=65537))
+    with pytest.raises(UnsupportedError, match=r"max_page_id 65535; this pool needs 65537\."):
+        require(narrow, layout(num_layers=2, num_pages=32769))  # the layer's offset is added to page ids
+
+
 def test_scenario_a3_a_pool_above_the_byte_limit_is_refused():
     large = layout(num_layers=1, num_pages=8_400_000, tokens_per_page=1, num_kv_heads=8, head_dim=128)
     needed = 8_400_000 * 8 * 128 * 2

@@ -114,7 +114,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(OBJECTS), st.data())
 def test_any_json_in_any_place_is_refused_or_gives_an_object_with_those_bytes(made, data):
     header, words = parts(made.to_bytes())

@@ -21,7 +21,7 @@ CAPABILITIES = Capabilities(
     group_sizes=Range(1, 128),
     features=frozenset({"window", "soft_cap", "sinks", "lse", "non_causal", "kv_scales", "prefill", "decode", "mixed"}),
     numerics="N0+xla",
-    promises=frozenset({"deterministic", "batch_invariant", "shard_invariant"}),
+    promises=frozenset({"deterministic", "batch_invariant", "chunk_invariant", "shard_invariant"}),
     # XLA's CPU backend converts a whole bfloat16 or fp8 pool around every scatter and gather, but not one of words.
     pool_storage="words",
     platforms=frozenset({"cpu", "cuda", "gpu", "rocm", "tpu"}),
