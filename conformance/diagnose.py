@@ -163,42 +163,48 @@ def _address(problem: AttendProblem, e: Mapping[str, Any], output: np.ndarray, w
 
 
 def _census(problem: AttendProblem, e: Mapping[str, Any], output: np.ndarray, wrong: np.ndarray) -> Finding | None:
-    table, d = problem.table, problem.values.shape[-1]
-    token, head = np.argwhere(wrong.any(-1))[0].tolist()
+    """The first wrong token and head that shows which token was missed or read twice, or the first wrong one."""
+    found = None
+    for token, head in np.argwhere(wrong.any(-1))[:256].tolist():
+        one = _counted(problem, e, output[token, head], token, head)
+        if one is not None and one.hint != "token-count":
+            return one
+        found = found or one
+    return found
+
+
+def _counted(problem: AttendProblem, e: Mapping[str, Any], words: np.ndarray, token: int, head: int) -> Finding | None:
+    table, spec, d = problem.table, problem.spec, len(words)
     row = int(np.searchsorted(table.query_offsets, token, side="right") - 1)
-    kv_head = head // e["group"]
-    share = decode(output[token, head], problem.dtype) / (e["marks"][row][kv_head] * e["value_scale"])
+    share = decode(words, problem.dtype) / (e["marks"][row][head // e["group"]] * e["value_scale"])
     if not np.all(np.isfinite(share)):
         return None
     present = np.abs(share[share > 0])
     if not present.size:
-        return Finding("attend.1", f"Token {token}, head {head} counted no token of this phase.", "tokens-missed")
+        return Finding("attend.1", f"Token {token}, head {head} counted no token of this phase.", "token-count")
     unit = float(np.median(present)) if np.ptp(present) < 0.4 * present.max() else float(present.min())
     times = np.rint(share / unit).astype(int)
-    total = 1 / unit
     n, position = int(table.kv_lens[row]), int(table.positions()[token])
-    spec = problem.spec
     first = 0 if spec.window is None else max(0, position - spec.window + 1)
     end = position + 1 if spec.causal else n
-    base = e["phase"] * d
-    seen = base + np.arange(d)
+    seen = e["phase"] * d + np.arange(d)
     due = ((seen >= first) & (seen < end)).astype(int)
-    missed, extra = seen[(times < due)], seen[(times > due)]
+    missed, extra = seen[times < due], seen[times > due]
     text = (
         f"Token {token}, head {head} of row {row} (position {position}, n = {n}) must count tokens {first}..{end - 1} "
     )
-    text += f"once each, {int(e['counts'][token])} in all; it counted about {total:.4g} in all"
+    text += f"once each, {int(e['counts'][token])} in all; it counted about {1 / unit:.4g} in all"
     if missed.size:
         text += f", left out {_list(missed)}"
     if extra.size:
-        text += f", counted {', '.join(f'token {j} {times[j - base]} times' for j in extra[:4].tolist())}"
+        text += f", counted {', '.join(f'token {j} {times[j - seen[0]]} times' for j in extra[:4].tolist())}"
         text += f" and {extra.size - 4} more" if extra.size > 4 else ""
     clause, hint = "attend.1", "token-count"
-    if extra.size and np.any(extra >= n):
+    if np.any(extra >= n):
         clause, hint = "attend.7", "past-length"
-    elif extra.size and np.any(extra >= end):
+    elif np.any(extra >= end):
         clause, hint = "attend.3", "causal"
-    elif extra.size and np.any(extra < first):
+    elif np.any(extra < first):
         clause, hint = "attend.4", "window"
     elif missed.size:
         clause, hint = "pages.3", "tokens-missed"

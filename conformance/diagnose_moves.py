@@ -125,10 +125,12 @@ def _copy(
     assert problem.target is not None
     row = index[0]
     source = dict(zip(problem.target.tolist(), problem.source.tolist()))
-    if row not in source:
-        if row in problem.source.tolist():
-            return "a source page changed: source and target are exchanged", "reversed"
-        return "the page was not named and changed", "bystander"
+    changed = [r for r in np.flatnonzero(wrong[name].any((1, 2, 3))).tolist() if r not in source]
+    if changed and changed[0] in problem.source.tolist():
+        where = _slot(problem, changed[0], 0).rpartition(",")[0]
+        return f"source and target are exchanged: the source at {where} changed", "reversed"
+    if changed:
+        return f"{_slot(problem, changed[0], 0).rpartition(',')[0]} was not named and changed", "bystander"
     before = problem.keys if name == "keys" else problem.values
     if source[row] in problem.target.tolist() and np.array_equal(got[name][row], got[name][source[row]]):
         return "the source had been overwritten before it was read", "order"

@@ -40,7 +40,7 @@ def explain(problem: AttendProblem, output: np.ndarray, wrong: np.ndarray) -> Hy
     live = problem.table.positions() >= 0
     faulty = wrong.any((1, 2))
     only = np.concatenate([np.flatnonzero(faulty & live)[:8], np.flatnonzero(~faulty & live)[:8]]).tolist()
-    best, best_share = None, 0.0
+    best, least = None, np.inf
     for hypothesis in hypotheses(problem):
         with np.errstate(all="ignore"):
             try:
@@ -48,12 +48,14 @@ def explain(problem: AttendProblem, output: np.ndarray, wrong: np.ndarray) -> Hy
             except (IndexError, ValueError):
                 continue  # this fault cannot be had here: it leaves the pool
             size = np.maximum(np.abs(answer), np.abs(got[only])) + 1e-30
-            close = np.abs(answer - got[only]) <= max(4 * format_of(problem.dtype).unit_roundoff, 2.0**-14) * size
-        same = close | (~np.isfinite(answer) & ~np.isfinite(got[only]))
+            off = np.abs(answer - got[only]) / size
+        off = np.where(np.isfinite(answer) | np.isfinite(got[only]), np.nan_to_num(off, nan=1.0), 0.0)
+        same = off <= max(4 * format_of(problem.dtype).unit_roundoff, 2.0**-14)
         bad = wrong[only]
         shares = float(same[bad].mean()), 1.0 if bad.all() else float(same[~bad].mean())
-        if min(shares) > EXPLAINED and sum(shares) > best_share:
-            best, best_share = hypothesis, sum(shares)
+        distance = float(np.minimum(off, 1.0).mean())
+        if min(shares) > EXPLAINED and distance < least:
+            best, least = hypothesis, distance
     return best
 
 

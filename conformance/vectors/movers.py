@@ -49,7 +49,7 @@ def append_slots(case_id: str, params: Mapping[str, Any], poison: str) -> Vector
     p = validate(params, APPEND_SCHEMA)
     size, draw = p["page"], Stream(case_id, "slots")
     inside = size * (p["num_pages"] - 1)
-    borders = np.array([size, 2 * size - 1, size * p["num_pages"] - 1])[: inside if inside < 3 else 3]
+    borders = np.unique([size, 2 * size - 1, size * p["num_pages"] - 1])
     others = np.setdiff1d(np.arange(size, size * p["num_pages"]), borders)
     slots = np.concatenate([borders, others[draw.permutation(len(others))]])[: p["tokens"]]
     if len(slots) < p["tokens"]:

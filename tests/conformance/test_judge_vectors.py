@@ -199,6 +199,8 @@ def test_append_slots_cover_borders_and_padding():
     mixed = generate(case("append_slots", **params, tokens=12, padding="interleaved")).problem
     assert mixed.slots[0] == -1
     assert (mixed.slots >= 0).any()
+    single = generate(case("append_slots", **{**params, "page": 1}, tokens=5, padding="none")).problem
+    assert sorted(single.slots.tolist()) == [1, 2, 3, 4, 5]
     every = generate(case("append_slots", **params, tokens=4, padding="all")).problem
     np.testing.assert_array_equal(every.expected_keys, every.keys)
     with pytest.raises(InvalidInputError, match="exceeds the 20 slots"):
