@@ -47,8 +47,11 @@ def step(
         packed[a:b] for a, b in zip([0, *ends.tolist()], [*ends.tolist(), packed.shape[0]])
     )
     table = unpack_table(vector, rung)
-    backend, sharding = program.backend, program.sharding
-    plans = tuple(plan_step(backend, table, rung, spec) for spec in model.config.block)
+    backend, sharding, config = program.backend, program.sharding, model.config
+    stored = pool[0] if isinstance(pool, tuple) else pool
+    group_size = config.num_query_heads // config.num_kv_heads
+    rung = rung.with_heads(group_size=group_size, head_dim=config.head_dim, kv_dtype=stored.dtype.name)
+    plans = tuple(plan_step(backend, table, rung, spec) for spec in config.block)
     logits, pool = model(
         tokens, positions, sample_indices, pool, plans, backend=backend, sharding=sharding, scan=program.scan
     )
