@@ -8,7 +8,7 @@ from __future__ import annotations
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from paged.backends.protocol import AttentionBackend, AttentionExtras, KvArrays
@@ -61,24 +61,28 @@ def paged_attention(
 
 
 def dense_attention(
-    query: Float[Array, "t h d"], key: Float[Array, "t k d"], value: Float[Array, "t k e"], spec: AttentionSpec
-) -> Float[Array, "t h e"]:
-    """Attention of one whole sequence over itself, with no cache; the reference of parity, not a fast path.
+    query: Float[Array, "*b t h d"], key: Float[Array, "*b t k d"], value: Float[Array, "*b t k e"], spec: AttentionSpec
+) -> Float[Array, "*b t h e"]:
+    """Attention of whole sequences over themselves, with no cache: the other side of parity, not a fast path.
 
-    float32 inside, rounded once to the dtype of `query`. Shares no code with the backends, options included.
+    Computed in float64 and then rounded to the dtype of `query`, so that what differs is the paged side's rounding.
+    Shares no code with the backends, options included.
     """
-    tokens, heads, dim = query.shape
-    kv_heads = key.shape[1]
-    wide = query.astype(jnp.float32).reshape(tokens, kv_heads, heads // kv_heads, dim)
-    exact = lax.Precision.HIGHEST
-    logits = jnp.einsum("tkgd,skd->kgts", wide, key.astype(jnp.float32), precision=exact) * jnp.float32(spec.scale)
-    if spec.soft_cap is not None:
-        cap = jnp.float32(spec.soft_cap)
-        logits = cap * jnp.tanh(logits / cap)
-    ahead = jnp.arange(tokens)[None, :] - jnp.arange(tokens)[:, None]
-    visible = ahead <= 0 if spec.causal else jnp.ones_like(ahead, bool)
-    if spec.window is not None:
-        visible &= ahead > -spec.window
-    weights = jax.nn.softmax(jnp.where(visible[None, None], logits, -jnp.inf), axis=-1)
-    out = jnp.einsum("kgts,ske->tkge", weights, value.astype(jnp.float32), precision=exact)
-    return out.reshape(tokens, heads, -1).astype(query.dtype)
+    *batch, tokens, heads, dim = query.shape
+    kv_heads, dtype = key.shape[-2], query.dtype
+    with jax.enable_x64(True):
+        wide = jnp.float64
+        query = query.astype(wide).reshape(*batch, tokens, kv_heads, heads // kv_heads, dim)
+        # The scale means its nearest float32 (clause attend.2).
+        logits = jnp.einsum("...tkgd,...skd->...kgts", query, key.astype(wide)) * wide(np.float32(spec.scale))
+        if spec.soft_cap is not None:
+            logits = wide(spec.soft_cap) * jnp.tanh(logits / wide(spec.soft_cap))
+        at = np.arange(tokens)
+        ahead = at[None, :] - at[:, None]
+        visible = ahead <= 0 if spec.causal else np.ones_like(ahead, bool)
+        if spec.window is not None:
+            visible &= ahead > -spec.window
+        masked = jnp.where(jnp.broadcast_to(visible, logits.shape), logits, wide(-jnp.inf))
+        weights = jax.nn.softmax(masked, axis=-1)
+        out = jnp.einsum("...kgts,...ske->...tkge", weights, value.astype(wide))
+        return out.reshape(*batch, tokens, heads, -1).astype(dtype)

@@ -132,22 +132,26 @@ class Decoder(eqx.Module):
             x, pools[at] = layer(x, rotary, self.config, partial(attend, index, j, pools[at]))
         return x, pools[0] if isinstance(pool, KvArrays) else tuple(pools)
 
-    def dense(self, tokens: Int32[Array, " t"]) -> Float[Array, "t v"]:
-        """Logits after every token of one whole sequence, with no cache and no pages: the dense side of parity.
+    def dense(self, tokens: Int32[Array, "*b t"]) -> Float[Array, "*b t v"]:
+        """Logits after every token of whole sequences, with no cache and no pages: the dense side of parity.
 
-        Attention is t × t, causal, options of the block honoured. `jax.vmap` gives the batched variant.
+        Attention is t × t, causal, in float64, with the options of the block. Batch with leading axes rather than
+        `jax.vmap`, which would replay the float64 part as float32.
         """
-        rotary = Rotary.at(jnp.arange(tokens.shape[0], dtype=jnp.int32), self.config)
+        *batch, length = tokens.shape
+        rotary = Rotary.at(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape).reshape(-1), self.config)
 
         def attend(spec: AttentionSpec, heads: Heads) -> tuple[Array, None]:
-            return dense_attention(*heads, spec), None
+            query, key, value = (x.reshape(*batch, length, *x.shape[1:]) for x in heads)
+            return dense_attention(query, key, value, spec).reshape(heads[0].shape), None
 
         def body(x: Array, block: tuple[DecoderLayer, ...]) -> tuple[Array, None]:
             for layer, spec in zip(block, self.config.block):
                 x, _ = layer(x, rotary, self.config, partial(attend, spec))
             return x, None
 
-        return self._logits(lax.scan(body, self._embed(tokens), self.layers)[0])
+        x, _ = lax.scan(body, self._embed(tokens.reshape(-1)), self.layers)
+        return self._logits(x).reshape(*tokens.shape, -1)
 
     def _embed(self, tokens: Int32[Array, " t"]) -> Float[Array, "t m"]:
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")

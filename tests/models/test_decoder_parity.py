@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from model_steps import PerLayer, Rows, dense_logits, tiny_config
+from model_steps import PerLayer, Rows, dense_logits, run_step, tiny_config
 
 from paged.common import AttentionSpec, InvalidInputError
 from paged.models import random_decoder
@@ -71,9 +71,9 @@ def test_scenario_m7_a_later_chunk_keeps_its_absolute_positions(model):
     assert np.abs(restarted - want).max() > 0.01 * np.abs(want).max()
 
 
-def test_dense_batches_under_vmap(model):
-    batch = np.asarray(prompts(2, 9), np.int32)
-    together = jax.vmap(model.dense)(batch)
+def test_dense_takes_a_batch(model):
+    batch = np.asarray(prompts(2, 32), np.int32)
+    together = jax.jit(lambda model, tokens: model.dense(tokens))(model, batch)
     for tokens, logits in zip(batch, together):
         np.testing.assert_allclose(logits, dense_logits(model, tokens), rtol=0, atol=1e-5)
 
@@ -81,8 +81,6 @@ def test_dense_batches_under_vmap(model):
 def test_a_plan_for_other_attention_is_refused(model):
     rows = Rows(model)
     arrays, static = rows.arguments([(0, 0, [5])])
-    from model_steps import run_step
-
     static["specs"] = static["specs"][::-1]
     with pytest.raises(InvalidInputError, match=r"plans must be for the attention of the block.*window=5"):
         rows.pool.step(lambda pool: run_step(pool, model, *arrays, **static))

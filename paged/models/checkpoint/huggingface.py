@@ -145,23 +145,20 @@ def _rope(where: Path, data: Mapping[str, Any], head_dim: int) -> tuple[float, t
         str(where), "rope_theta", scaling.get("rope_theta", data.get("rope_theta", 1e4)), positive=True
     )
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    fields = {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_positions",
-    }
-    used = {"rope_theta", "rope_type", "type"} | (set(fields) if kind == "llama3" else set())
+    original, numbers = "original_max_position_embeddings", ("factor", "low_freq_factor", "high_freq_factor")
+    used = {"rope_theta", "rope_type", "type"} | ({original, *numbers} if kind == "llama3" else set())
     if kind not in ("default", "llama3"):
         raise InvalidInputError(f"{where}: {key} of type {kind!r} is not implemented, only 'llama3' is.")
     if unknown := sorted(set(scaling) - used):
         raise InvalidInputError(f"{where}: {key}.{unknown[0]}={scaling[unknown[0]]!r} is not implemented.")
     if kind == "default":
         return theta, None
-    numbers = {}
-    for field, ours in fields.items():
-        numbers[ours] = check_number(str(where), f"{key}.{field}", scaling.get(field), positive=True)
-    return theta, llama3_rope_factors(theta=theta, head_dim=head_dim, **numbers)
+    return theta, llama3_rope_factors(
+        theta=theta,
+        head_dim=head_dim,
+        original_max_positions=check_int(str(where), f"{key}.{original}", scaling.get(original), minimum=1),
+        **{n: check_number(str(where), f"{key}.{n}", scaling.get(n), positive=True) for n in numbers},
+    )
 
 
 def _size(where: Path, data: Mapping[str, Any], key: str) -> int:
