@@ -15,11 +15,8 @@ from paged.backends.step import check_step
 from paged.common.checks import check_int, check_int32_vector, refuse_rows
 from paged.common.errors import InvalidInputError, PoolExhaustedError, UnsupportedError
 from paged.common.page_table import PageTable, pages_for
-from paged.control import ControlPlane, Slice
-from paged.control.page_map import Handle
-from paged.control.shapes import Shapes
+from paged.control import ControlPlane, Handle, ShapeLadders, Shapes, Slice
 from paged.engine.pool import KvPool
-from paged.engine.shapes import phase_ladder
 from paged.engine.sizing import build_pool, layout_for
 from paged.engine.step import Program, pack_step, step
 from paged.engine.step_inputs import build_step_inputs
@@ -58,14 +55,14 @@ class Runtime:
       take. Exactly one of the two.
     - `max_requests`: requests that can be open at once. `max_step_tokens`: longest step; longer prompts run in chunks.
     - `kv_dtype`: element type of the pool; the model's by default. `num_top`: likeliest tokens to report beside each.
-    - `shapes`: padding policy; by default `phase_ladder`. `scan`: layers as one loop; by default wherever the backend's
+    - `shapes`: padding policy; by default `ShapeLadders`. `scan`: layers as one loop; by default wherever the backend's
       pool is stacked. `poison_freed`: debugging, fills freed pages with NaN.
 
     Everything the backend does not declare is refused here, before the pool is built. Raises `UnsupportedError` naming
     the capability, `InvalidInputError`, or `PoolExhaustedError` with the arithmetic of a pool that does not fit.
 
     Two ways in. By request: `add`, `prefill`, `decode`, `release`. By slices, for a driver that keeps the tokens:
-    `open`, `prepare_step`, `run`, `release`. Both are the same steps, each one dispatch and one transfer to the device.
+    `plane.open`, `prepare_step`, `run`, `release`. Both are the same steps: one dispatch, one transfer to the device.
     """
 
     def __init__(
@@ -110,16 +107,15 @@ class Runtime:
         stacked = backend.capabilities.pool_layout == "stacked"
         self._program = Program(backend, sharding, stacked if scan is None else scan, num_top)
         self.max_tokens = min(self.layout.usable_pages * tokens_per_page, model.config.max_positions)
-        width = pages_for(self.max_tokens, tokens_per_page)
         self.plane = ControlPlane(
             self.layout,
             max_requests=max_requests,
-            max_pages_per_request=width,
+            max_pages_per_request=pages_for(self.max_tokens, tokens_per_page),
             shapes=shapes
-            or phase_ladder(
-                max_requests=max_requests,
-                max_step_tokens=max_step_tokens,
-                listed_pages=min(self.layout.usable_pages, max_requests * width),
+            or ShapeLadders(
+                tokens_per_page=tokens_per_page,
+                max_rows=max_requests,
+                max_tokens=max_step_tokens,
                 max_kv_len=self.max_tokens,
             ),
             poison_freed=self._poison if poison_freed else None,

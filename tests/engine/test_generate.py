@@ -81,11 +81,13 @@ def test_a_text_ends_at_any_of_the_models_end_tokens(make_generator, prompts, al
     generator = make_generator()
     ids = alone[3].token_ids
     cut = next(i for i in range(1, 12) if ids[i] not in ids[:i])
-    stopped = generator.generate([prompts[3]], max_tokens=12, eos=(95, ids[cut]))[0]
-    assert stopped.token_ids == ids[: cut + 1]
-    assert (stopped.finish_reason, len(stopped.logprobs)) == ("stop", cut + 1)
+    others = [t for t in range(96) if t not in ids]
+    for eos in ((ids[cut], others[0]), (others[-1], ids[cut])):
+        stopped = generator.generate([prompts[3]], max_tokens=12, eos=eos)[0]
+        assert stopped.token_ids == ids[: cut + 1]
+        assert (stopped.finish_reason, len(stopped.logprobs)) == ("stop", cut + 1)
     full = generator.generate([prompts[3]], max_tokens=cut + 1, eos=())[0]
-    assert (full.token_ids, full.finish_reason) == (stopped.token_ids, "length")
+    assert (full.token_ids, full.finish_reason) == (ids[: cut + 1], "length")
     assert_nothing_left(generator)
 
 
