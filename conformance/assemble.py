@@ -1,0 +1,69 @@
+"""From results to a certificate's file: the one way, for the command and for the pytest plugin."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import paged
+from conformance import certificate as certificates
+from conformance import waivers
+from conformance.case import Case, Result
+from conformance.catalogue import Catalogue
+from conformance.environment import describe_suite, envelope
+
+SECONDS = "seconds"
+"""Detail of a result that says how long it took; no part of a certificate, because it differs from run to run."""
+
+
+def certificate(
+    catalogue: Catalogue,
+    cases: Sequence[Case],
+    results: Sequence[Result],
+    *,
+    level: str,
+    complete: bool,
+    introduction: Mapping[str, Any],
+    waiver_file: str | Path | None = None,
+    mutants: str | None = None,
+) -> dict[str, Any]:
+    """The certificate's file as data.
+
+    - `introduction`: claims, backend and environment, from where the cases ran.
+    - `waiver_file`: applied to the results if given.
+    - `mutants`: "caught/all" of a run over this catalogue, or None.
+
+    Raises `InvalidInputError` unless every case has exactly one result.
+    """
+    results = [without_seconds(r) for r in results]
+    records: list[dict[str, Any]] = []
+    if waiver_file is not None:
+        path = Path(waiver_file)
+        found = waivers.load(path.read_text("utf-8"), path.name)
+        device = str(introduction["environment"].get("device", ""))
+        results, records = waivers.apply(found, cases, results, device_kind=device, suite_version=paged.__version__)
+    body = certificates.build(
+        cases=cases,
+        results=results,
+        level=level,
+        complete=complete,
+        suite={**describe_suite(paged.__version__, catalogue.version, catalogue.digest), "mutants": mutants},
+        backend=introduction["backend"],
+        claims=introduction["claims"],
+        environment=introduction["environment"],
+        waivers=records,
+    )
+    return certificates.seal(body, envelope())
+
+
+def without_seconds(result: Result) -> Result:
+    """The result without how long it took."""
+    return dataclasses.replace(result, details={k: v for k, v in result.details.items() if k != SECONDS})
+
+
+def to_text(data: Mapping[str, Any]) -> str:
+    """The file's text, indented so that two of them can be compared line by line."""
+    return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n"

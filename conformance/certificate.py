@@ -1,0 +1,304 @@
+"""Results -> certificate -> verdict. Pure: nothing here runs a backend, reads a clock or touches a device.
+
+A certificate is `{"body": …, "digest": …, "envelope": …}`. The body has no timestamp and is hashed in canonical form,
+so that two runs with the same outcome have the same digest; time, host and an optional signature lie in the envelope.
+Digests per section and per case locate an accidental edit. They are no proof of origin: who can edit the body can edit
+the digests. Authenticity comes from a signature, or from replaying cases.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from conformance.canonical import digest
+from conformance.case import STATUSES, Case, Result
+from conformance.catalogue import Catalogue
+from paged.common.errors import InvalidInputError
+
+SCHEMA = 1
+SCOPE = (
+    "Attention and append over pages (with scrub and copy_pages), as docs/semantics.md defines them. "
+    "Nothing is claimed about whole models."
+)
+VERDICTS = {"conformant": 0, "failed": 1, "error": 2, "not certifiable": 3}
+"""Verdict -> exit status of `paged certify`."""
+
+SECTIONS = ("suite", "backend", "claims", "environment", "cases", "waivers")
+TIERS = {"move": (1,), "core": (1, 2, 3, 4), "sharded": (1, 2, 3, 4), "all": (1, 2, 3, 4)}
+"""Tiers of which at least one case must pass before a level certifies anything."""
+
+
+def build(
+    *,
+    cases: Sequence[Case],
+    results: Iterable[Result],
+    level: str,
+    complete: bool,
+    suite: Mapping[str, Any],
+    backend: Mapping[str, Any],
+    claims: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    waivers: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Body of a certificate.
+
+    - `cases`: what was to be run; `results`: exactly one of each, after waivers were applied.
+    - `complete`: the whole level was run; a quick or filtered run certifies nothing.
+    - `suite`: catalogue version and digest, digest of the suite's sources, `tree` clean, dirty or unknown, `mutants`.
+
+    Raises `InvalidInputError` if a case has no result or two, or if a result belongs to no case.
+    """
+    by_id: dict[str, Result] = {}
+    for result in results:
+        if result.id in by_id:
+            raise InvalidInputError(f"case {result.id!r} has two results; a certificate needs exactly one of each.")
+        by_id[result.id] = result
+    wanted = {case.id: case for case in cases}
+    if missing := sorted(set(wanted) - set(by_id)):
+        raise InvalidInputError(f"case {missing[0]!r} has no result ({len(missing)} in all). Run the rest first.")
+    if extra := sorted(set(by_id) - set(wanted)):
+        raise InvalidInputError(f"result {extra[0]!r} belongs to no case of this run ({len(extra)} in all).")
+    body: dict[str, Any] = {
+        "schema": SCHEMA,
+        "scope": SCOPE,
+        "level": level,
+        "complete": complete,
+        "suite": dict(suite),
+        "backend": dict(backend),
+        "claims": dict(claims),
+        "environment": dict(environment),
+        "cases": [_entry(wanted[i], by_id[i]) for i in sorted(wanted)],
+        "waivers": [dict(w) for w in waivers],
+    }
+    body["totals"] = totals(body)
+    body["verdict"] = verdict(body)
+    body["certifies"] = certifies(body)
+    body["digests"] = {name: digest(body[name]) for name in SECTIONS}
+    return json.loads(json.dumps(body, allow_nan=False))
+
+
+def _entry(case: Case, result: Result) -> dict[str, Any]:
+    if result.status not in STATUSES:
+        raise InvalidInputError(f"case {case.id!r}: status {result.status!r} is not one of {', '.join(STATUSES)}.")
+    entry = {
+        "id": case.id,
+        "tier": case.tier,
+        "level": case.level,
+        "clause": list(case.clause),
+        "needs": list(case.needs),
+        "status": result.status,
+        "elements": int(result.elements),
+        "decided": int(result.decided),
+        "output": result.output,
+    }
+    if result.status != "pass":
+        entry["diagnosis"] = result.diagnosis
+        entry["broken"] = result.clause
+    if result.details:
+        entry["details"] = dict(result.details)
+    entry["digest"] = digest(entry)
+    return entry
+
+
+def seal(body: Mapping[str, Any], envelope: Mapping[str, Any]) -> dict[str, Any]:
+    """The file: body, its digest, and what is not part of the statement (time, host, signature)."""
+    return {"body": dict(body), "digest": digest(body), "envelope": dict(envelope)}
+
+
+def totals(body: Mapping[str, Any]) -> dict[str, int]:
+    """Number of cases by status."""
+    counts = collections.Counter(entry["status"] for entry in body["cases"])
+    return {status: counts[status] for status in STATUSES}
+
+
+def verdict(body: Mapping[str, Any]) -> str:
+    """One of `VERDICTS`, from the cases and the waivers alone.
+
+    A failure outweighs an error, because it is certain. A waiver that is unused, expired or not needed is a failure of
+    the run. A level of which some tier has no passing case is not certifiable, however few cases failed.
+    """
+    counts = totals(body)
+    if counts["fail"] or any(w.get("problem") for w in body["waivers"]):
+        return "failed"
+    if counts["error"]:
+        return "error"
+    passed = {entry["tier"] for entry in body["cases"] if entry["status"] == "pass"}
+    needed = TIERS[body["level"]] if body["complete"] else ()
+    return "conformant" if passed and passed.issuperset(needed) else "not certifiable"
+
+
+def certifies(body: Mapping[str, Any]) -> bool:
+    """Whether the certificate states anything: a whole level, a conformant verdict, and a suite nobody had edited."""
+    clean = body["suite"].get("tree") == "clean"
+    return bool(body["complete"] and clean and verdict(body) == "conformant")
+
+
+def exit_status(body: Mapping[str, Any]) -> int:
+    """Exit status of a run. One that was not complete is never 3."""
+    status = VERDICTS[verdict(body)]
+    return 2 if status == 3 and not body["complete"] else status
+
+
+def read(text: str, where: str = "certificate") -> dict[str, Any]:
+    """A certificate's file as data; `InvalidInputError` unless it has the form of one."""
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise InvalidInputError(f"{where} is not JSON: {error}") from None
+    if not isinstance(data, dict) or set(data) != {"body", "digest", "envelope"} or not isinstance(data["body"], dict):
+        raise InvalidInputError(f"{where} is not a certificate: it needs body, digest and envelope.")
+    body = data["body"]
+    if body.get("schema") != SCHEMA:
+        raise InvalidInputError(f"{where} has schema {body.get('schema')!r}; this release reads {SCHEMA}.")
+    shapes = {"suite": dict, "backend": dict, "claims": dict, "environment": dict, "cases": list, "waivers": list}
+    shapes |= {"totals": dict, "digests": dict, "verdict": str, "level": str, "complete": bool, "certifies": bool}
+    for name, kind in shapes.items():
+        if not isinstance(body.get(name), kind):
+            raise InvalidInputError(f"{where}: body.{name} must be a {kind.__name__}, got {body.get(name)!r:.60}.")
+    if body["level"] not in TIERS:
+        raise InvalidInputError(f"{where}: body.level {body['level']!r} is not one of {', '.join(TIERS)}.")
+    for index, entry in enumerate(body["cases"]):
+        fields = {"id": str, "tier": int, "status": str, "elements": int, "decided": int}
+        if not isinstance(entry, dict) or any(not isinstance(entry.get(k), v) for k, v in fields.items()):
+            raise InvalidInputError(f"{where}: body.cases[{index}] lacks one of {', '.join(fields)}.")
+        if entry["status"] not in STATUSES:
+            raise InvalidInputError(f"{where}: body.cases[{index}] has the status {entry['status']!r}.")
+    if not all(isinstance(w, dict) for w in body["waivers"]):
+        raise InvalidInputError(f"{where}: body.waivers must hold objects.")
+    return data
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number")
+
+
+def check(data: Mapping[str, Any], catalogue: Catalogue) -> list[str]:
+    """What is wrong with a certificate, most general first; empty if it is sound.
+
+    Recomputes every digest, the totals and the verdict, and compares the case list with the catalogue: a missing case
+    is a failure and so is an extra one, since either would let a certificate claim what was never asked.
+    """
+    body, problems = data["body"], []
+    sections = [name for name in SECTIONS if digest(body[name]) != body["digests"].get(name)]
+    for entry in body["cases"]:
+        if digest({k: v for k, v in entry.items() if k != "digest"}) != entry.get("digest"):
+            problems.append(f"case {entry['id']!r} was edited: its digest does not match its fields")
+    problems += [f"section {name!r} was edited: its digest does not match" for name in sections]
+    if digest(body) != data["digest"]:
+        where = "" if problems else "; no section's digest differs, so the edit is outside them"
+        problems.append(f"the body was edited: its digest does not match{where}")
+    for name, recomputed in (("totals", totals(body)), ("verdict", verdict(body)), ("certifies", certifies(body))):
+        if body[name] != recomputed:
+            problems.append(f"{name} is {body[name]!r}, but the cases give {recomputed!r}")
+    return problems + _check_cases(body, catalogue) + _check_state(body)
+
+
+def _check_cases(body: Mapping[str, Any], catalogue: Catalogue) -> list[str]:
+    if body["suite"].get("catalogue") != catalogue.digest:
+        return [
+            f"it was made with another catalogue ({body['suite'].get('catalogue')!r:.40}); this suite has "
+            f"{catalogue.digest:.20}…. Check it with the suite version that made it"
+        ]
+    problems: list[str] = []
+    counts = collections.Counter(entry["id"] for entry in body["cases"])
+    problems += [f"case {i!r} occurs {n} times" for i, n in sorted(counts.items()) if n > 1]
+    selected = {case.id: case for case in catalogue.select(body["level"])}
+    problems += [f"extra case {i!r}: not in the catalogue at this level" for i in sorted(set(counts) - set(selected))]
+    if body["complete"]:
+        problems += [f"missing case {i!r}" for i in sorted(set(selected) - set(counts))]
+    for entry in body["cases"]:
+        case = selected.get(entry["id"])
+        if case is not None and entry["tier"] != case.tier:
+            problems.append(f"case {entry['id']!r} has tier {entry['tier']}, the catalogue says {case.tier}")
+    return problems
+
+
+def _check_state(body: Mapping[str, Any]) -> list[str]:
+    tree = body["suite"].get("tree")
+    return [] if tree == "clean" else [f"the suite's tree was {tree!r} and not clean when it was made"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What changed from one certificate to another: four sets and no score.
+
+    - `verdict`: (before, after), or None if equal.
+    - `claims`: claim -> (before, after).
+    - `status`: case -> (before, after); None where a certificate does not have the case.
+    - `bits`: cases of equal status whose output digests differ.
+    """
+
+    verdict: tuple[str, str] | None
+    claims: dict[str, tuple[Any, Any]]
+    status: dict[str, tuple[str | None, str | None]]
+    bits: tuple[str, ...]
+
+    @property
+    def regressions(self) -> list[str]:
+        """Claims and passes that were lost, as sentences."""
+        lost = [f"{i}: pass -> {new or 'absent'}" for i, (old, new) in self.status.items() if old == "pass"]
+        for claim, (old, new) in self.claims.items():
+            if isinstance(old, list) and (gone := [x for x in old if x not in (new or [])]):
+                lost.append(f"claim {claim} lost {', '.join(map(str, gone))}")
+        return lost
+
+    def __bool__(self) -> bool:
+        return bool(self.verdict or self.claims or self.status or self.bits)
+
+
+def diff(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
+    """Compare two certificates' bodies."""
+    old_cases = {e["id"]: e for e in before["cases"]}
+    new_cases = {e["id"]: e for e in after["cases"]}
+    status: dict[str, tuple[str | None, str | None]] = {}
+    bits: list[str] = []
+    for case_id in sorted(old_cases.keys() | new_cases.keys()):
+        old, new = old_cases.get(case_id), new_cases.get(case_id)
+        pair = (old and old["status"], new and new["status"])
+        if pair[0] != pair[1]:
+            status[case_id] = pair
+        elif old and new and old.get("output") and new.get("output") and old["output"] != new["output"]:
+            bits.append(case_id)
+    claims = {
+        name: (before["claims"].get(name), after["claims"].get(name))
+        for name in sorted(before["claims"].keys() | after["claims"].keys())
+        if before["claims"].get(name) != after["claims"].get(name)
+    }
+    changed = (before["verdict"], after["verdict"])
+    verdicts = changed if changed[0] != changed[1] else None
+    return Difference(verdict=verdicts, claims=claims, status=status, bits=tuple(bits))
+
+
+_FEATURES = re.compile(r"window|soft_cap|sinks|non_causal|kv_scales|lse")
+
+
+def features_of(entry: Mapping[str, Any]) -> list[str]:
+    """Features that a case exercises, from its needs; `plain` if none."""
+    found = [need for need in entry.get("needs", ()) if _FEATURES.fullmatch(need)]
+    return found or ["plain"]
+
+
+def grid(body: Mapping[str, Any]) -> dict[str, dict[int, dict[str, int]]]:
+    """Feature -> tier -> status -> number of cases."""
+    out: dict[str, dict[int, dict[str, int]]] = {}
+    for entry in body["cases"]:
+        for feature in features_of(entry):
+            cell = out.setdefault(feature, {}).setdefault(entry["tier"], {})
+            cell[entry["status"]] = cell.get(entry["status"], 0) + 1
+    return dict(sorted(out.items(), key=lambda item: (item[0] != "plain", item[0])))
+
+
+def decided_shares(body: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """dtype -> (decided, judged elements) over the tier-3 cases that passed."""
+    out: dict[str, tuple[int, int]] = {}
+    for entry in body["cases"]:
+        if entry["tier"] == 3 and entry["status"] == "pass":
+            names = [n.partition(":")[2] for n in entry.get("needs", ()) if n.startswith("dtype:")]
+            decided, elements = out.get(names[0] if names else "any", (0, 0))
+            out[names[0] if names else "any"] = (decided + entry["decided"], elements + entry["elements"])
+    return dict(sorted(out.items()))

@@ -1,0 +1,84 @@
+"""A certificate as one self-contained HTML page. Every string is escaped: most of them come from a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from conformance import certificate
+from conformance.case import STATUSES
+
+TEMPLATE = Path(__file__).parent / "page.html"
+SYMBOLS = {"pass": "✓", "fail": "✗", "error": "!", "waived": "w", "not-claimed": "–"}
+TIER_NAMES = {
+    0: "structure",
+    1: "movement",
+    2: "exact vectors",
+    3: "certified rounding",
+    4: "against itself",
+}
+MAX_LISTED = 200
+
+
+def render(data: Mapping[str, Any], problems: list[str] | None = None) -> str:
+    """HTML of a certificate's file. `problems` are what `certificate.check` found, shown above everything else.
+
+    Needs jinja2, which the extra `certify` installs.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["value"] = _value
+    body = data["body"]
+    cases = body["cases"]
+    return environment.from_string(TEMPLATE.read_text("utf-8")).render(
+        body=body,
+        digest=data["digest"],
+        envelope=data["envelope"],
+        problems=problems or [],
+        numerics=numerics_line(body),
+        grid=certificate.grid(body),
+        tiers=sorted({entry["tier"] for entry in cases}),
+        tier_names=TIER_NAMES,
+        statuses=STATUSES,
+        symbols=SYMBOLS,
+        decided=certificate.decided_shares(body),
+        bad=[e for e in cases if e["status"] in ("fail", "error")][:MAX_LISTED],
+        bad_total=sum(e["status"] in ("fail", "error") for e in cases),
+        unclaimed=_unclaimed(cases),
+    )
+
+
+def numerics_line(body: Mapping[str, Any]) -> str:
+    """The arithmetic that the backend claims, in a sentence: it decides how much certified rounding demands."""
+    model = body["backend"].get("numerics") or {}
+    name = body["claims"].get("numerics", "?")
+    if model.get("exact"):
+        return f"{name}: float64 inside, one rounding at the end; every bit that is decidable is demanded."
+    weights = {"float32": "float32", "input": "the input's dtype"}.get(model.get("weights", ""), "?")
+    partials = {"float32": "float32", "output": "the output's dtype"}.get(model.get("partials", ""), "?")
+    normalised = ", normalised before rounding" if model.get("normalised") else ""
+    error = model.get("exp_error_log2", "?")
+    return f"{name}: weights in {weights}{normalised}, partial results in {partials}, exp to 2^{error}."
+
+
+def _unclaimed(cases: list[Mapping[str, Any]]) -> dict[str, int]:
+    """Reason -> number of cases that were not run because the backend does not claim what they need."""
+    out: dict[str, int] = {}
+    for entry in cases:
+        if entry["status"] == "not-claimed":
+            reason = entry.get("diagnosis") or "not claimed"
+            out[reason] = out.get(reason, 0) + 1
+    return dict(sorted(out.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _value(value: Any) -> str:
+    """A claim or an environment entry as short text."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, Mapping) and set(value) == {"low", "high", "powers_of_two"}:
+        return f"{value['low']} to {value['high']}" + (", powers of two" if value["powers_of_two"] else "")
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {v}" for k, v in value.items()) or "none"
+    return "none" if value is None or value == "" else str(value)

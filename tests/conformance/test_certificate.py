@@ -1,0 +1,186 @@
+"""Certificates: verdicts, tampering, comparison, on made-up results."""
+
+import copy
+import json
+
+import pytest
+
+from conformance import certificate
+from conformance.case import Case, Result
+from conformance.catalogue import Catalogue
+from paged.common.errors import InvalidInputError
+
+CLAIMS = {"dtypes": ["bfloat16", "float16"], "numerics": "N0"}
+
+
+def case(name, tier, **kw):
+    needs = kw.pop("needs", ("dtype:bfloat16",))
+    return Case(
+        id=f"t{tier}/{name}", tier=tier, level="move" if tier == 1 else "core", generator="any", params={},
+        clause=("attend.1",), needs=needs, **kw,
+    )  # fmt: skip
+
+
+CASES = tuple(
+    sorted(
+        [case(n, t) for t in (1, 2, 3, 4) for n in ("a", "b")] + [case("w", 3, needs=("window",))], key=lambda c: c.id
+    )
+)
+CATALOGUE = Catalogue(version="v1", cases=CASES)
+
+
+def make(changes=None, *, cases=CASES, waivers=(), tree="clean", claims=CLAIMS, **kw):
+    results = [
+        Result(id=c.id, status="pass", elements=10, decided=9, output=f"sha256:{i:064x}") for i, c in enumerate(cases)
+    ]
+    results = [changes.get(r.id, r) if changes else r for r in results]
+    settings = {"level": "core", "complete": True, **kw}
+    body = certificate.build(
+        cases=cases, results=results, waivers=waivers, claims=claims,
+        suite={"version": "0.1.0", "catalogue": CATALOGUE.digest, "tree": tree, "mutants": None},
+        backend={"entry_point": "x"}, environment={"jax": "0"}, **settings,
+    )  # fmt: skip
+    return certificate.seal(body, {"time": "now"})
+
+
+def fail(case_id, status="fail"):
+    return {case_id: Result(id=case_id, status=status, diagnosis="why", clause="attend.3", elements=10)}
+
+
+@pytest.mark.parametrize(
+    ("data", "verdict", "status", "certifies"),
+    [
+        (make(), "conformant", 0, True),
+        (make(tree="dirty"), "conformant", 0, False),
+        (make(fail("t3/a")), "failed", 1, False),
+        (make(fail("t3/a", "error")), "error", 2, False),
+        (make(fail("t3/a", "error") | fail("t1/a")), "failed", 1, False),
+        (make(fail("t3/a", "waived")), "conformant", 0, True),
+        (make(fail("t1/a", "not-claimed")), "conformant", 0, True),
+        (make(fail("t1/a", "not-claimed") | fail("t1/b", "not-claimed")), "not certifiable", 3, False),
+        (make(waivers=[{"problem": "unused"}]), "failed", 1, False),
+        (make(waivers=[{"problem": None}]), "conformant", 0, True),
+        (make(cases=CASES[2:], complete=False), "conformant", 0, False),
+        (make(fail("t4/b", "not-claimed"), cases=CASES[-1:], complete=False), "not certifiable", 2, False),
+    ],
+    ids=str,
+)
+def test_verdict_and_exit_status(data, verdict, status, certifies):
+    body = data["body"]
+    assert (body["verdict"], certificate.exit_status(body), body["certifies"]) == (verdict, status, certifies)
+
+
+def test_body_is_canonical_and_free_of_time():
+    first, second = make(), certificate.seal(make()["body"], {"time": "later"})
+    assert first["digest"] == second["digest"]
+    assert certificate.build.__kwdefaults__ is not None
+    again = certificate.read(json.dumps(first))
+    assert certificate.check(again, CATALOGUE) == []
+
+
+@pytest.mark.parametrize("results", [[], ["t1/a", "t1/a", "t1/b"], ["t1/a", "t1/b", "t9/z"]])
+def test_exactly_one_result_per_case(results):
+    with pytest.raises(InvalidInputError, match="result"):
+        certificate.build(
+            cases=CASES[:2], results=[Result(id=i, status="pass") for i in results], level="core", complete=False,
+            suite={}, backend={}, claims={}, environment={},
+        )  # fmt: skip
+
+
+def edit_status(body):
+    body["cases"][3]["status"] = "fail"
+
+
+def edit_verdict(body):
+    body["verdict"] = "failed"
+
+
+def edit_claim(body):
+    body["claims"]["numerics"] = "exact"
+
+
+def drop_case(body):
+    del body["cases"][0]
+
+
+def edit_environment(body):
+    body["environment"]["jax"] = "1"
+
+
+def edit_totals(body):
+    body["totals"]["pass"] = 1000
+
+
+def edit_scope(body):
+    body["scope"] = "everything"
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (edit_status, "case 't2/b' was edited"),
+        (edit_verdict, "verdict is 'failed', but the cases give 'conformant'"),
+        (edit_claim, "section 'claims' was edited"),
+        (drop_case, "missing case 't1/a'"),
+        (edit_environment, "section 'environment' was edited"),
+        (edit_totals, "totals is"),
+        (edit_scope, "no section's digest differs, so the edit is outside them"),
+    ],
+)
+def test_tampering_is_located(edit, said):
+    data = make()
+    edit(data["body"])
+    problems = certificate.check(data, CATALOGUE)
+    assert any(said in p for p in problems), problems
+    assert any("the body was edited" in p for p in problems)
+
+
+def test_an_edit_with_every_digest_redone_is_still_not_the_verdict():
+    data = make(fail("t2/a"))
+    body = data["body"]
+    body["verdict"], body["certifies"] = "conformant", True
+    forged = certificate.seal(body, {})
+    assert any("verdict" in p for p in certificate.check(forged, CATALOGUE))
+
+
+def test_missing_and_extra_cases_and_the_tree_are_problems():
+    short = make(cases=CASES[:-1])
+    assert any(f"missing case {CASES[-1].id!r}" in p for p in certificate.check(short, CATALOGUE))
+    extra = make(cases=(*CASES, case("zzz", 4)))
+    assert any("extra case 't4/zzz'" in p for p in certificate.check(extra, CATALOGUE))
+    assert any("tree was 'dirty'" in p for p in certificate.check(make(tree="dirty"), CATALOGUE))
+    other = Catalogue(version="v1", cases=CASES[1:])
+    assert any("another catalogue" in p for p in certificate.check(make(), other))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"body": {}, "digest": "", "envelope": {}}', '{"x": NaN}'])
+def test_what_is_no_certificate_is_refused(text):
+    with pytest.raises(InvalidInputError):
+        certificate.read(text)
+
+
+def test_a_body_of_the_wrong_shape_is_refused():
+    for name, value in (("cases", [{"id": 3}]), ("waivers", [3]), ("totals", []), ("level", "deep")):
+        data = copy.deepcopy(make())
+        data["body"][name] = value
+        with pytest.raises(InvalidInputError, match=name):
+            certificate.read(json.dumps(data))
+
+
+def test_diff_gives_four_sets():
+    moved = {"t2/a": Result(id="t2/a", status="pass", elements=10, decided=9, output="sha256:" + "f" * 64)}
+    old, new = make(), make(moved | fail("t3/a"), claims={**CLAIMS, "dtypes": ["bfloat16"]})
+    found = certificate.diff(old["body"], new["body"])
+    assert found.verdict == ("conformant", "failed")
+    assert found.status == {"t3/a": ("pass", "fail")}
+    assert found.bits == ("t2/a",)
+    assert found.claims == {"dtypes": (["bfloat16", "float16"], ["bfloat16"])}
+    assert found.regressions == ["t3/a: pass -> fail", "claim dtypes lost float16"]
+    assert not certificate.diff(old["body"], old["body"])
+
+
+def test_grid_and_decided_shares():
+    body = make(fail("t3/a"))["body"]
+    assert certificate.grid(body)["window"] == {3: {"pass": 1}}
+    assert certificate.grid(body)["plain"][3] == {"fail": 1, "pass": 1}
+    assert certificate.decided_shares(body) == {"any": (9, 10), "bfloat16": (9, 10)}
