@@ -1,0 +1,99 @@
+"""The process in which a backend runs: it may hang or die, and the supervisor goes on.
+
+Reads one JSON request from stdin and, once it has said who the backend is, a second line with the jobs. Writes JSON
+lines to the file descriptor that the request names, and leaves stdout and stderr to whatever the backend prints.
+Messages: `hello` (claims, backend, environment), then for each job `start` and `result`, then `done`; `refused` instead
+of `hello` if the backend cannot be made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from paged.common.errors import BackendUnavailableError, InvalidInputError
+
+VIRTUAL_CPU_DEVICES = 8
+
+
+class NoDeviceError(BackendUnavailableError):
+    """There is no such device: an error of the run, never a property of the backend."""
+
+
+def prepare_jax(device: str | None = None) -> None:
+    """Set jax up before its first device is touched: virtual CPU devices for meshes, and a default device if asked.
+
+    `device` is `PLATFORM` or `PLATFORM:INDEX`. Raises `NoDeviceError` if there is none such.
+    """
+    import jax
+
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", VIRTUAL_CPU_DEVICES)
+    if device is None:
+        return
+    platform, _, index = device.partition(":")
+    if index and not index.isdigit():
+        raise InvalidInputError(f"device must be PLATFORM or PLATFORM:INDEX, got {device!r}.")
+    try:
+        found = jax.devices(platform)
+    except RuntimeError as error:
+        raise NoDeviceError(f"no device {device!r}: {error}") from None
+    if int(index or 0) >= len(found):
+        raise NoDeviceError(f"no device {device!r}: the platform has {len(found)}.")
+    jax.config.update("jax_default_device", found[int(index or 0)])
+
+
+def main() -> int:
+    """Serve one request."""
+    faulthandler.enable()
+    request = json.loads(sys.stdin.readline())
+    with os.fdopen(request["reply"], "w", buffering=1) as reply:
+        serve(request, sys.stdin, lambda **message: print(json.dumps(message), file=reply, flush=True))
+    return 0
+
+
+def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -> None:
+    """Make the backend, say hello, read the jobs and run them: each a case on the backend, or on a mutant of it."""
+    from conformance import runner
+    from conformance.catalogue import parse_case
+    from conformance.environment import introduce
+    from paged.backends.registry import get_backend, list_backends
+
+    name = request["backend"]
+    try:
+        prepare_jax(request.get("device"))
+        known = list_backends()
+        if name not in known:
+            raise InvalidInputError(f"no backend is registered as {name!r}; known: {', '.join(known)}.")
+        backend = get_backend(name, **request.get("options", {}))
+    except (InvalidInputError, NoDeviceError) as error:
+        send(kind="refused", message=str(error), verdict="error")
+        return
+    except BackendUnavailableError as error:
+        send(kind="refused", message=str(error), verdict="not certifiable")
+        return
+    except Exception as error:
+        send(kind="refused", message=runner.describe_error(error), verdict="error")
+        return
+    send(kind="hello", introduction=introduce(backend, name, known[name]))
+    session = runner.Session(backend)
+    for job in json.loads(more.readline() or "[]"):
+        case = parse_case(job["case"], "request")
+        send(kind="start", key=job["key"])
+        if job.get("mutant"):
+            from conformance import faults
+
+            result = runner.Session(faults.broken(job["mutant"], backend)).run(case)
+        else:
+            result = session.run(case)
+        send(kind="result", key=job["key"], result=dataclasses.asdict(result))
+    send(kind="done")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
