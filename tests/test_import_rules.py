@@ -16,7 +16,10 @@ SEAM = tuple(f"paged.backends.{name}" for name in ("protocol", "registry", "step
 KERNELS = (*ARRAYS, "paged.backends.protocol", "paged.backends.moves")
 CHECKPOINTS = ("safetensors", "gguf", "tokenizers")
 ENGINE = (*ARRAYS, *CHECKPOINTS, "paged.reference", "paged.backends", "paged.models", "paged.control")
-RUNNERS = ("runner", "relations", "mutants", "execute", "structure", "worker", "environment", "faults", "serving")
+RUNNERS = (
+    *("runner", "relations", "mutants", "execute", "structure", "worker", "environment"),
+    *("faults", "broken_kernel", "serving"),
+)
 COMMANDS = ("command", "assemble", "supervisor", "freeze")
 
 TABLE = {
