@@ -1,1 +1,192 @@
-"""pytest plugin: inert without `--backend`."""
+"""pytest plugin: `pytest --pyargs conformance --backend NAME [-n 8] [--certificate cert.json]`.
+
+Inert without `--backend`: no jax is imported, no option of jax is changed, nothing is collected. With it, one test is
+parametrised over the catalogue, its ids being case ids. Results travel in `report.user_properties`, which pytest-xdist
+forwards; only the controller writes the certificate, and refuses to if a case has no result or two.
+
+Under pytest-xdist use its default distribution (`--dist load`); a worker that dies or hangs past the deadline gives
+exactly one `error`, and the session goes on without it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PROPERTY = "paged-conformance"
+TEST_FILE = "test_backend.py"
+FIXTURE = "conformance_case"
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Options; `--paged-backend` is the same as `--backend`, for projects where that name is taken."""
+    group = parser.getgroup("paged-conformance", "certify a backend of paged")
+    backend = {"default": None, "metavar": "NAME", "dest": "paged_backend", "help": "backend to certify"}
+    try:
+        group.addoption("--backend", "--paged-backend", **backend)
+    except ValueError:
+        group.addoption("--paged-backend", **backend)
+    group.addoption("--conformance-level", default="all", metavar="LEVEL", help="move, core, sharded or all")
+    group.addoption("--conformance-quick", action="store_true", help="a stratified tenth; certifies nothing")
+    group.addoption(
+        "--conformance-only", default=None, metavar="GLOB", help="cases whose id matches; certifies nothing"
+    )
+    group.addoption("--conformance-deadline", type=float, default=120.0, metavar="SECONDS", help="for each case")
+    group.addoption("--conformance-waivers", default=None, metavar="TOML", help="file of waivers")
+    group.addoption("--certificate", default=None, metavar="JSON", help="write a certificate here")
+
+
+def pytest_configure(config: Any) -> None:
+    """With `--backend`: eight virtual CPU devices before the first one is touched, and the run's hooks."""
+    if config.getoption("paged_backend", None) is None:
+        return
+    from conformance.worker import prepare_jax
+
+    prepare_jax()
+    config.pluginmanager.register(Run(config), "paged-conformance-run")
+
+
+def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
+    """The suite's own test file is nothing without a backend."""
+    if collection_path.name == TEST_FILE and collection_path.parent == Path(__file__).parent:
+        return True if config.getoption("paged_backend", None) is None else None
+    return None
+
+
+class Run:
+    """Hooks of one certifying session, in the controller, in a worker, or in a process that is both."""
+
+    def __init__(self, config: Any):
+        import fnmatch
+
+        from conformance.catalogue import load
+
+        self.config = config
+        self.backend_name: str = config.getoption("paged_backend")
+        self.level: str = config.getoption("--conformance-level")
+        self.deadline: float = config.getoption("--conformance-deadline")
+        self.catalogue = load()
+        only, quick = config.getoption("--conformance-only"), config.getoption("--conformance-quick")
+        cases = self.catalogue.select(self.level, quick=quick)
+        if only is not None:
+            cases = tuple(c for c in cases if fnmatch.fnmatchcase(c.id, only))
+        self.cases = cases
+        self.complete = not quick and only is None
+        self.is_worker = hasattr(config, "workerinput")
+        self.introductions: list[dict[str, Any]] = []
+        self.results: dict[str, list[dict[str, Any]]] = {}
+        self.refusal: str | None = None
+        self._session: Any = None
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """One test per case, those that share programs next to each other."""
+        if FIXTURE in metafunc.fixturenames:
+            from conformance.catalogue import by_program
+
+            order = by_program(self.cases)
+            metafunc.parametrize(FIXTURE, order, ids=[case.id for case in order])
+
+    def run(self, case: Any) -> Any:
+        """The case's `Result`; past the deadline a worker of xdist ends, a lone process reports an `error`."""
+        import faulthandler
+        import time
+
+        from conformance.case import Result
+        from conformance.runner import Session
+        from paged.backends.registry import get_backend
+
+        if self._session is None:
+            self._session = Session(get_backend(self.backend_name))
+        begin = time.monotonic()
+        if self.is_worker:
+            faulthandler.dump_traceback_later(self.deadline, exit=True)
+        try:
+            result = self._session.run(case)
+        finally:
+            if self.is_worker:
+                faulthandler.cancel_dump_traceback_later()
+        if time.monotonic() - begin > self.deadline:
+            late = f"no result within {self.deadline:g} s (--conformance-deadline)"
+            return Result(id=case.id, status="error", diagnosis=late)
+        return result
+
+    def introduce(self) -> dict[str, Any]:
+        """What the certificate says of backend and environment; known where the cases ran."""
+        from conformance.environment import introduce
+        from paged.backends.registry import get_backend, list_backends
+
+        name = self.backend_name
+        return introduce(get_backend(name), name, list_backends()[name])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Take a case's result, or an `error` for a case whose worker died or whose test broke."""
+        case_id = report.nodeid.partition("[")[2].rpartition("]")[0]
+        if self.is_worker or TEST_FILE not in report.nodeid or not case_id:
+            return
+        found = [json.loads(value) for name, value in report.user_properties if name == PROPERTY]
+        if report.when == "call" and found:
+            self.results.setdefault(case_id, []).extend(found)
+        elif report.failed and not found:
+            text = str(report.longrepr).strip().splitlines()
+            lost = {"id": case_id, "status": "error", "diagnosis": text[-1] if text else "the test gave no result"}
+            self.results.setdefault(case_id, []).append(lost)
+
+    def pytest_testnodedown(self, node: Any, error: Any) -> None:
+        """A worker of xdist has ended; one that died has nothing to say."""
+        said = getattr(node, "workeroutput", {}).get(PROPERTY)
+        if said is not None:
+            self.introductions.append(json.loads(said))
+
+    def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
+        """A worker tells the controller where it ran; the controller writes the certificate."""
+        if self.is_worker:
+            if self._session is not None:
+                self.config.workeroutput[PROPERTY] = json.dumps(self.introduce())
+            return
+        path = self.config.getoption("--certificate")
+        if path is None or self.config.getoption("collectonly"):
+            return
+        refusal = self._write(Path(path))
+        if refusal is not None:
+            self.refusal = refusal
+            session.exitstatus = 2
+
+    def _write(self, path: Path) -> str | None:
+        """Write the certificate; a sentence if that must not be done."""
+        from conformance import assemble
+        from conformance.journal import result_from_json
+        from paged.common.errors import InvalidInputError
+
+        if not self.introductions and self._session is not None:
+            self.introductions.append(self.introduce())
+        if not self.introductions:
+            return "no worker lived long enough to say where it ran"
+        if any(said != self.introductions[0] for said in self.introductions):
+            return "the workers ran in different environments"
+        try:
+            data = assemble.certificate(
+                self.catalogue,
+                self.cases,
+                [result_from_json(r) for found in self.results.values() for r in found],
+                level=self.level,
+                complete=self.complete,
+                introduction=self.introductions[0],
+                waiver_file=self.config.getoption("--conformance-waivers"),
+            )
+        except InvalidInputError as error:
+            return str(error)
+        path.write_text(assemble.to_text(data))
+        return None
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """The verdict, or why there is no certificate."""
+        path = self.config.getoption("--certificate")
+        if path is None:
+            return
+        terminalreporter.section("paged conformance")
+        if self.refusal is not None:
+            terminalreporter.line(f"no certificate was written: {self.refusal}", red=True)
+        elif Path(path).exists():
+            body = json.loads(Path(path).read_text())["body"]
+            terminalreporter.line(f"{self.backend_name}: {body['verdict']}; certificate in {path}")

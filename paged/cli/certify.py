@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+EPILOG = """\
+exit status: 0 conformant, 1 failed, 2 error (no device among them), 3 not certifiable.
+A run that was interrupted is resumed by the same command. Compiled programs are kept in JAX_COMPILATION_CACHE_DIR, by
+default in the user's cache directory.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `paged certify`."""
-    parser.add_argument("backend", help="name of an entry point in the group paged.backends")
-    parser.add_argument("--level", choices=("move", "core", "sharded", "all"), default="all", help="what to run")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("backend", nargs="?", help="name of an entry point in the group paged.backends")
+    what = parser.add_argument_group("what to run")
+    what.add_argument("--level", choices=("move", "core", "sharded", "all"), default="all", help="default: all")
+    what.add_argument("--quick", action="store_true", help="a stratified tenth of the level; certifies nothing")
+    what.add_argument("--only", metavar="GLOB", help="cases whose id matches; certifies nothing")
+    what.add_argument("--catalogue", metavar="DIR", type=Path, help="other cases than the suite's; certifies nothing")
+    what.add_argument("--case", metavar="FILE", type=Path, help="one case from a repro.json")
+    what.add_argument("--mutants", action="store_true", help="run the broken versions of the backend instead")
+    how = parser.add_argument_group("how to run it")
+    how.add_argument("--device", metavar="PLATFORM[:INDEX]", help="jax device, e.g. cuda:1; default: jax's own choice")
+    how.add_argument("--deadline", type=float, default=120.0, metavar="SECONDS", help="for each case; default: 120")
+    how.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="passed to the backend")
+    how.add_argument("--waivers", metavar="TOML", type=Path, help="known failures, with reasons and an end")
+    how.add_argument("--fresh", action="store_true", help="do not resume an interrupted run")
+    out = parser.add_argument_group("what to write")
+    out.add_argument("-o", "--output", metavar="JSON", type=Path, help="the certificate")
+    out.add_argument("--html", metavar="HTML", type=Path, help="the certificate as a page")
+    out.add_argument("--junit", metavar="XML", type=Path, help="results as JUnit XML")
+    out.add_argument("--repro", metavar="DIR", type=Path, help="a repro.json for every failure")
+    out.add_argument("--baseline", metavar="JSON", type=Path, help="fail if a pass or a claim of this one was lost")
+    read = parser.add_argument_group("about certificates that exist")
+    read.add_argument("--check", metavar="JSON", type=Path, help="recompute digests, totals and verdict")
+    read.add_argument("--diff", nargs=2, metavar=("OLD", "NEW"), type=Path, help="what changed between two")
+    read.add_argument("--replay", nargs=2, metavar=("N", "JSON"), help="run N random cases again and compare")
 
 
 def run(args: argparse.Namespace) -> int:

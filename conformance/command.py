@@ -1,0 +1,299 @@
+"""What `paged certify` does. Runs no jax itself: backends run in a worker process."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conformance import assemble, junit
+from conformance import certificate as certificates
+from conformance.canonical import digest
+from conformance.case import Case, Result
+from conformance.catalogue import Catalogue, by_program, case_to_json, load, parse_case
+from conformance.journal import Journal
+from conformance.progress import Progress
+from conformance.supervisor import BackendRefusedError, Job, Worker, cache_directory, supervise
+from paged.common.errors import InvalidInputError
+
+
+def certify(args: argparse.Namespace) -> int:
+    """Do what the arguments of `paged certify` ask for; the exit status."""
+    modes = [name for name in ("check", "diff", "replay", "case", "mutants") if getattr(args, name)]
+    if len(modes) > 1:
+        raise InvalidInputError(f"--{modes[0]} and --{modes[1]} are different things to do; give one of them.")
+    if not modes or modes[0] in ("case", "mutants"):
+        if args.backend is None:
+            raise InvalidInputError("name a backend, e.g. `paged certify reference`.")
+    elif args.backend is not None and modes[0] != "replay":
+        raise InvalidInputError(f"--{modes[0]} reads certificates and takes no backend; got {args.backend!r}.")
+    action = {"check": _check, "diff": _diff, "replay": _replay, "case": _case, "mutants": _mutants}
+    try:
+        return action[modes[0]](args) if modes else _run(args)
+    except BackendRefusedError as error:
+        _say(f"{args.backend}: {error.verdict}: {error}")
+        return certificates.VERDICTS[error.verdict]
+    except OSError as error:
+        raise InvalidInputError(f"{error.filename}: {error.strerror}") from None
+
+
+def _run(args: argparse.Namespace) -> int:
+    catalogue = load(args.catalogue)
+    cases = catalogue.select(args.level, quick=args.quick)
+    if args.only is not None:
+        cases = tuple(c for c in cases if fnmatch.fnmatchcase(c.id, args.only))
+    if not cases:
+        raise InvalidInputError(f"no case of level {args.level!r} matches {args.only!r}.")
+    for path in (args.output, args.html, args.junit):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InvalidInputError(f"{path}: its folder does not exist.")
+    baseline = None if args.baseline is None else _read(args.baseline)
+    if args.html is not None:
+        _require_jinja()
+    complete = not args.quick and args.only is None and args.catalogue is None
+    introduction, results = _execute(args, catalogue, [Job(c.id, c) for c in by_program(cases)])
+    data = assemble.certificate(
+        catalogue,
+        cases,
+        list(results.values()),
+        level=args.level,
+        complete=complete,
+        introduction=introduction,
+        waiver_file=args.waivers,
+        mutants=recorded_mutants(catalogue),
+    )
+    _write(args, data, results)
+    _report(args, data)
+    status = certificates.exit_status(data["body"])
+    if baseline is not None:
+        found = certificates.diff(baseline["body"], data["body"])
+        _print_difference(found)
+        status = max(status, 1 if found.regressions else 0)
+    return status
+
+
+def _execute(
+    args: argparse.Namespace, catalogue: Catalogue, jobs: Sequence[Job], label: str = ""
+) -> tuple[dict[str, Any], dict[str, Result]]:
+    """Introduction and results of some jobs, resumed from the journal of a run that was interrupted."""
+    request = {"backend": args.backend, "device": args.device, "options": _options(args.option)}
+    worker = Worker(request)
+    key = digest([worker.introduction, catalogue.digest, request, _suite_sources()])
+    path = cache_directory() / "journals" / f"{args.backend}-{key[7:23]}.jsonl"
+    if args.fresh:
+        path.unlink(missing_ok=True)
+    progress = Progress(len(jobs), sys.stderr, label=label)
+    with Journal(path, key) as journal:
+        if journal.results:
+            progress.note(f"resuming: {len(journal.results)} results are in {path}")
+        try:
+            results = supervise(worker, request, jobs, deadline=args.deadline, journal=journal, progress=progress)
+        finally:
+            progress.close()
+        journal.discard()
+    return worker.introduction, results
+
+
+def _suite_sources() -> str:
+    from conformance.environment import describe_suite
+
+    return describe_suite("", "", "")["sources"]
+
+
+def _options(pairs: Sequence[str]) -> dict[str, Any]:
+    """`NAME=VALUE` pairs; a value is JSON where it reads as JSON, and text otherwise."""
+    out: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise InvalidInputError(f"--option takes NAME=VALUE, got {pair!r}.")
+        try:
+            out[name] = json.loads(value)
+        except ValueError:
+            out[name] = value
+    return out
+
+
+def _write(args: argparse.Namespace, data: Mapping[str, Any], results: Mapping[str, Result]) -> None:
+    if args.output is not None:
+        _replace(args.output, assemble.to_text(data))
+    if args.html is not None:
+        from conformance.page import render
+
+        _replace(args.html, render(data))
+    if args.junit is not None:
+        seconds = {key: float(r.details.get(assemble.SECONDS, 0.0)) for key, r in results.items()}
+        _replace(args.junit, junit.render(data["body"]["cases"], name=f"paged.{args.backend}", seconds=seconds))
+    if args.repro is not None:
+        catalogue = {case.id: case for case in load(args.catalogue).cases}
+        args.repro.mkdir(parents=True, exist_ok=True)
+        for entry in data["body"]["cases"]:
+            if entry["status"] in ("fail", "error"):
+                name = entry["id"].replace("/", "--") + ".json"
+                _replace(args.repro / name, json.dumps(case_to_json(catalogue[entry["id"]]), indent=1) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, "utf-8")
+    partial.replace(path)
+
+
+def _report(args: argparse.Namespace, data: Mapping[str, Any]) -> None:
+    body = data["body"]
+    counts = ", ".join(f"{n} {status}" for status, n in body["totals"].items() if n)
+    print(f"{args.backend}: {body['verdict']} at level {body['level']} ({counts})")
+    for waiver in body["waivers"]:
+        if waiver["problem"]:
+            print(f"waiver {waiver['case']!r} is {waiver['problem']}: remove it or correct it")
+    if body["verdict"] == "conformant" and not body["certifies"]:
+        tree = body["suite"]["tree"]
+        print("it certifies nothing: " + ("a part was run" if not body["complete"] else f"the suite's tree is {tree}"))
+
+
+def _case(args: argparse.Namespace) -> int:
+    """One case from a file: the result, printed as JSON."""
+    try:
+        entry = json.loads(args.case.read_text("utf-8"))
+    except ValueError as error:
+        raise InvalidInputError(f"{args.case} is not JSON: {error}") from None
+    case = parse_case(entry, args.case.name)
+    _, results = _execute(args, load(), [Job(case.id, case)])
+    result = results[case.id]
+    print(json.dumps({**vars(assemble.without_seconds(result)), "details": dict(result.details)}, indent=1))
+    return {"fail": 1, "error": 2, "not-claimed": 3}.get(result.status, 0)
+
+
+def _mutants(args: argparse.Namespace) -> int:
+    """Every mutant on the cases that list it; each must be caught by each of them, and named for what it breaks."""
+    from conformance.mutants import MUTANTS, verdicts
+
+    catalogue = load(args.catalogue)
+    jobs = [
+        Job(f"{name}|{case.id}", case, name)
+        for name in MUTANTS
+        for case in by_program(catalogue.select("all"))
+        if name in case.kills and (args.only is None or fnmatch.fnmatchcase(name, args.only))
+    ]
+    if not jobs:
+        raise InvalidInputError(f"no case lists a mutant that matches {args.only!r}.")
+    names = [n for n in MUTANTS if args.only is None or fnmatch.fnmatchcase(n, args.only)]
+    _, results = _execute(args, catalogue, jobs, label="mutants ")
+    found = verdicts(names, [(job.mutant or "", job.case, results[job.key]) for job in jobs])
+    for name, faults in found.items():
+        for fault in faults:
+            print(f"{name}: {fault}")
+    caught = sum(not faults for faults in found.values())
+    print(f"caught {caught}/{len(found)}")
+    if args.output is not None:
+        record = {"catalogue": catalogue.digest, "caught": caught, "mutants": len(found)}
+        _replace(args.output, json.dumps(record, indent=1) + "\n")
+    return 0 if caught == len(found) else 1
+
+
+def recorded_mutants(catalogue: Catalogue) -> str | None:
+    """ "caught/all" of the recorded run over exactly this catalogue, else None."""
+    from conformance.catalogue import DIRECTORY
+
+    try:
+        record = json.loads((DIRECTORY / "record" / "mutants.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return f"{record['caught']}/{record['mutants']}" if record.get("catalogue") == catalogue.digest else None
+
+
+def _check(args: argparse.Namespace) -> int:
+    data = _read(args.check)
+    problems = certificates.check(data, load())
+    body = data["body"]
+    for problem in problems:
+        print(f"{args.check}: {problem}")
+    if args.html is not None:
+        _require_jinja()
+        from conformance.page import render
+
+        _replace(args.html, render(data, problems))
+    if problems:
+        print(f"{args.check}: not sound ({len(problems)} problems)")
+        return 1
+    print(f"{args.check}: sound; {body['backend'].get('entry_point')} is {body['verdict']} at level {body['level']}")
+    if body["verdict"] == "conformant" and not body["certifies"]:
+        print("it certifies nothing: a part of the level was run")
+        return 3
+    return certificates.VERDICTS[body["verdict"]]
+
+
+def _diff(args: argparse.Namespace) -> int:
+    old, new = (_read(path) for path in args.diff)
+    found = certificates.diff(old["body"], new["body"])
+    _print_difference(found)
+    return 1 if found else 0
+
+
+def _print_difference(found: certificates.Difference) -> None:
+    if not found:
+        print("no difference")
+    if found.verdict:
+        print(f"verdict: {found.verdict[0]} -> {found.verdict[1]}")
+    for claim, (old, new) in found.claims.items():
+        print(f"claim {claim}: {old} -> {new}")
+    for case_id, (before, after) in found.status.items():
+        print(f"{case_id}: {before or 'absent'} -> {after or 'absent'}")
+    for case_id in found.bits:
+        print(f"{case_id}: bits moved")
+
+
+def _replay(args: argparse.Namespace) -> int:
+    """Run N random cases of a certificate again: status and output digest must be what it says."""
+    count, path = args.replay
+    if not count.isdigit() or int(count) < 1:
+        raise InvalidInputError(f"--replay takes a number of cases and a certificate, got {count!r}.")
+    data, catalogue = _read(Path(path)), load()
+    body = data["body"]
+    args.backend = args.backend or body["backend"].get("entry_point")
+    if body["suite"].get("catalogue") != catalogue.digest:
+        raise InvalidInputError(f"{path} was made with another catalogue; replay it with the suite that made it.")
+    known = {case.id: case for case in catalogue.cases}
+    entries = [e for e in body["cases"] if e["status"] != "not-claimed" and e["id"] in known]
+    picked = secrets.SystemRandom().sample(entries, min(int(count), len(entries)))
+    jobs = [Job(e["id"], known[e["id"]]) for e in picked]
+    _, results = _execute(args, catalogue, jobs, label="replay ")
+    wrong = 0
+    for entry in picked:
+        again = _replayed(known[entry["id"]], results[entry["id"]], entry)
+        if again:
+            wrong += 1
+            print(f"{entry['id']}: {again}")
+    print(f"replayed {len(picked)} cases, {wrong} differ")
+    return 1 if wrong else 0
+
+
+def _replayed(case: Case, result: Result, entry: Mapping[str, Any]) -> str | None:
+    status = "waived" if entry["status"] == "waived" and result.status == "fail" else result.status
+    if status != entry["status"]:
+        return f"it says {entry['status']}, now {status}: {result.diagnosis}"
+    if result.output != entry["output"]:
+        return f"it says output {entry['output']}, now {result.output}"
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return certificates.read(path.read_text("utf-8"), str(path))
+
+
+def _require_jinja() -> None:
+    try:
+        import jinja2  # noqa: F401
+    except ImportError:
+        raise InvalidInputError("--html needs jinja2: install paged[certify].") from None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,147 @@
+"""`paged certify` as a user runs it: exit status, what is written, crashes, hangs, resuming. Each run is a process."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certify")
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE / "vendor"), os.environ.get("PYTHONPATH", "")]),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "ACME_FLAG": str(folder / "flag"),
+        "JAX_PLATFORMS": "cpu",
+    }
+    env.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "xla"))
+
+    def certify(*arguments, tiny=True):
+        where = ["--catalogue", str(HERE / "tiny")] if tiny else []
+        command = [sys.executable, "-W", "error", "-m", "paged.cli", "certify", *map(str, arguments), *where]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=folder)
+
+    certify.folder = folder  # type: ignore[attr-defined]
+    return certify
+
+
+def vice(name):
+    return ("acme", "--option", f"vice={name}")
+
+
+def statuses(path):
+    return {e["id"]: e["status"] for e in json.loads(path.read_text())["body"]["cases"]}
+
+
+def test_conformant_is_0_and_everything_is_written(run):
+    out, html, junit = (run.folder / name for name in ("good.json", "good.html", "good.xml"))
+    done = run("acme", "-o", out, "--html", html, "--junit", junit)
+    assert done.returncode == 0, done.stderr
+    assert "acme: conformant at level all (5 pass)" in done.stdout
+    assert "it certifies nothing" in done.stdout
+    body = json.loads(out.read_text())["body"]
+    assert body["backend"]["distribution"] == "acme-paged 0.4.1"
+    assert body["environment"]["devices"] == 8
+    assert ET.fromstring(junit.read_text()).find("testsuite").get("tests") == "5"
+    assert "acme-paged 0.4.1" in html.read_text()
+    again = run("acme", "-o", run.folder / "again.json", "--baseline", out)
+    assert again.returncode == 0, again.stderr
+    assert "no difference" in again.stdout
+    assert json.loads((run.folder / "again.json").read_text())["digest"] == json.loads(out.read_text())["digest"]
+    assert run("--diff", out, run.folder / "again.json", tiny=False).returncode == 0
+
+
+def test_failed_is_1_with_reproducers_and_a_baseline_that_notices(run):
+    out, repro = run.folder / "bad.json", run.folder / "repro"
+    done = run(*vice("scales-twice"), "-o", out, "--repro", repro)
+    assert done.returncode == 1, done.stderr
+    assert statuses(out)["attend/generic"] == "fail"
+    assert statuses(out)["attend/pair"] == "pass"
+    file = repro / "attend--generic.json"
+    case = run(*vice("scales-twice"), "--case", file)
+    assert case.returncode == 1
+    assert json.loads(case.stdout)["clause"] == "attend.2"
+    assert run("acme", "--case", file).returncode == 0
+    good = run.folder / "kept.json"
+    assert run("acme", "-o", good).returncode == 0
+    assert "attend/generic: pass -> fail" in run(*vice("scales-twice"), "--baseline", good).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", "RuntimeError: no kernel for <three> rows"),
+        ("wrong-dtype", "attend returned float32"),
+        ("wrong-shape", "attend returned bfloat16(5, 4, 32), expected bfloat16(6, 4, 32)"),
+        ("no-device", "no device: 'acme-no-device' runs on rocm; here is cpu"),
+    ],
+)
+def test_error_is_2_and_says_what_was_raised(run, name, said):
+    out = run.folder / f"{name}.json"
+    done = run(*vice(name), "-o", out, "--only", "attend/*")
+    assert done.returncode == 2, done.stderr
+    entries = {e["id"]: e for e in json.loads(out.read_text())["body"]["cases"]}
+    assert said in entries["attend/generic"]["diagnosis"]
+
+
+def test_a_hang_costs_one_case_and_a_crash_another(run):
+    out = run.folder / "hangs.json"
+    done = run(*vice("hangs"), "-o", out, "--deadline", "15", "--only", "attend/[gp]*")
+    assert done.returncode == 2, done.stderr
+    assert statuses(out) == {"attend/generic": "error", "attend/pair": "pass"}
+    assert "no result within 15 s" in done.stderr
+    done = run(*vice("dies"), "-o", out, "--only", "attend/[gp]*")
+    assert done.returncode == 2, done.stderr
+    assert statuses(out) == {"attend/generic": "error", "attend/pair": "pass"}
+    assert "killed by SIGABRT" in done.stderr
+    assert "about to die" in json.loads(out.read_text())["body"]["cases"][0]["diagnosis"]
+
+
+def test_a_process_that_dies_once_is_given_another_try(run):
+    out = run.folder / "once.json"
+    done = run(*vice("dies-once"), "-o", out, "--only", "attend/*")
+    assert done.returncode == 0, done.stderr
+    assert "trying it once more" in done.stderr
+
+
+def test_not_certifiable_is_3_and_an_unknown_name_2(run):
+    unbuilt = run("acme-unbuilt")
+    assert unbuilt.returncode == 3
+    assert "the kernels are not built. Run acme-build." in unbuilt.stderr
+    unknown = run("nobody")
+    assert unknown.returncode == 2
+    assert "known: acme, acme-unbuilt" in unknown.stderr
+    little = run(*vice("claims-little"), "--only", "attend/*")
+    assert little.returncode == 2  # a part of a level is never 3
+    device = run("acme", "--device", "tpu:0")
+    assert device.returncode == 2
+    assert "no device 'tpu:0'" in device.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name a backend"),
+        (["acme", "--check", "x.json"], "takes no backend"),
+        (["--check", "x.json", "--diff", "a", "b"], "different things"),
+        (["acme", "--option", "vice"], "NAME=VALUE"),
+        (["acme", "--only", "zzz"], "no case"),
+        (["acme", "-o", "/nowhere/cert.json"], "folder does not exist"),
+        (["acme", "--case", "missing.json"], "missing.json"),
+        (["--check", "missing.json"], "missing.json"),
+    ],
+)
+def test_wrong_use_is_2_and_one_line(run, arguments, said):
+    done = run(*arguments, tiny=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
