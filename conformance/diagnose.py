@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance import oracle
 from conformance.case import AttendExpected, AttendProblem, MoveProblem
 from conformance.formats import decode, format_of, is_nan
 from conformance.hypotheses import explain
@@ -44,37 +45,88 @@ def attend(
     if not wrong.any():
         assert lse is not None
         return _lse(problem, expected, lse, wrong_lse, positions)
-    blind = positions < 0
-    if wrong[blind].any():
-        return _blind(problem, output, wrong, blind)
     zero = output == format_of(problem.dtype).sign_bit
     if not (wrong & ~zero).any():
         where = _where(np.argwhere(wrong)[0])
         text = f"{int(wrong.sum())} elements are −0 where a computed zero must be +0, first at {where}."
         return Finding("attend.10", text, "minus-zero")
+    blind = positions < 0
+    if wrong[blind].any():
+        return _blind(problem, output, wrong, blind)
     first = np.argwhere(wrong)[0]
     parts = [
         f"{int(wrong.sum())} of {wrong.size} elements wrong, first at {_where(first)}: "
         f"{_element(problem, expected, output, first)}."
     ]
-    spelled = _spelled(problem, expected, output, wrong)
-    clause, hint = "attend.1", None
-    if spelled is not None:
-        clause, hint = spelled.clause, spelled.hint
-        parts.append(spelled.text)
-    broken = explain(problem, output, wrong)
-    if broken is not None:
-        clause, hint = broken.clause, broken.hint
-        parts.append(broken.text)
-    nan = is_nan(output, problem.dtype)
-    if nan.any() and broken is None:
-        clause, hint = "attend.7", "poison"
-        parts.append(f"{int(nan.sum())} elements are NaN: bits that the row must not read reached the output.")
+    finding = _cause(problem, expected, output, lse, wrong, wrong_lse)
+    clause, hint = finding.clause, finding.hint
+    parts.append(finding.text)
     if wrong_lse.any():
         parts.append(f"The LSE is wrong for {int(wrong_lse.sum())} of {wrong_lse.size} token heads too.")
     elif lse is not None and expected.lse_low is not None:
         parts.append("The LSE is right.")
-    return Finding(clause, " ".join(parts), hint, {"first": first.tolist()})
+    return Finding(clause, " ".join(filter(None, parts)), hint, {"first": first.tolist()})
+
+
+def _cause(
+    problem: AttendProblem,
+    expected: AttendExpected,
+    output: np.ndarray,
+    lse: np.ndarray | None,
+    wrong: np.ndarray,
+    wrong_lse: np.ndarray,
+) -> Finding:
+    """The most telling explanation of wrong elements of live tokens."""
+    spelled = _spelled(problem, expected, output, wrong)
+    said = f"{spelled.text} " if spelled is not None else ""
+    broken = explain(problem, output, wrong, lse)
+    if broken is not None:
+        return Finding(broken.clause, said + broken.text, broken.hint)
+    nan = is_nan(output, problem.dtype)
+    if nan.any():
+        if lse is not None and np.all(np.isposinf(lse[nan.any(-1)])):
+            text = f"{int(nan.sum())} elements are NaN and their LSE is +∞: weights overflowed, as when the running "
+            return Finding("attend.1", f"{said}{text}maximum is not raised or not subtracted.", "overflow")
+        text = f"{int(nan.sum())} elements are NaN: bits that the row must not read reached the output."
+        return Finding("attend.7", said + text, "poison")
+    if spelled is not None and spelled.hint not in (None, "token-count"):
+        return spelled
+    measured = _factor(problem, output, wrong)
+    if measured is not None:
+        return dataclasses.replace(measured, text=said + measured.text)
+    if spelled is not None and not (spelled.clause == "pages.3" and lse is not None and not wrong_lse.any()):
+        return spelled
+    return Finding("attend.1", said.strip(), None)
+
+
+def _factor(problem: AttendProblem, output: np.ndarray, wrong: np.ndarray) -> Finding | None:
+    """Outputs that are the right ones times one factor per token and head, or the right ones with too few bits."""
+    only = np.flatnonzero(wrong.any((1, 2)))[:8].tolist()
+    exact, got = oracle.attend(problem, only=only).output[only], decode(output[only], problem.dtype)
+    used = wrong[only] & (np.abs(exact) > 0) & np.isfinite(got)
+    if not used.any():
+        return None
+    off = np.abs(got - exact)[used] / np.abs(exact)[used]
+    if np.quantile(off, 0.9) < 0.02:
+        text = f"Nine of ten wrong elements are within {100 * np.quantile(off, 0.9):.2g} % of the exact answer: fewer "
+        return Finding("attend.1", f"{text}bits in weights or sums than declared.", "reduced-precision")
+    factors = []
+    for at in np.argwhere(used.any(-1)).tolist():
+        ratio = (got[tuple(at)] / np.where(exact[tuple(at)] == 0, 1, exact[tuple(at)]))[used[tuple(at)]]
+        if np.quantile(np.abs(ratio - np.median(ratio)), 0.8) > 0.02 * abs(np.median(ratio)):
+            return None
+        factors.append(float(np.median(ratio)))
+    if not all(0 < f < 1 for f in factors):
+        return None
+    text = (
+        f"The output is the right one times {np.median(factors):.4g}: the row sum holds weight that no visible token "
+    )
+    text += "has, "
+    if problem.sinks is not None:
+        return Finding("attend.1", f"{text}such as sinks scaled or counted twice.", "sinks")
+    if problem.spec.soft_cap is not None:
+        return Finding("attend.5", f"{text}such as masked logits that the soft cap made finite.", "mask-before-cap")
+    return Finding("attend.7", f"{text}such as masked or padding positions with a finite logit.", "masked-weight")
 
 
 def _where(index: np.ndarray) -> str:
@@ -107,7 +159,7 @@ def _lse(
     assert expected.lse_low is not None
     assert expected.lse_high is not None
     token, head = np.argwhere(wrong)[0].tolist()
-    got, low, high = float(lse[token, head]), expected.lse_low[token, head], expected.lse_high[token, head]
+    got, low, high = (float(x[token, head]) for x in (lse, expected.lse_low, expected.lse_high))
     text = f"the output is right, the LSE is wrong for {int(wrong.sum())} of {wrong.size} token heads, first at token "
     text += f"{token}, head {head}: got {got!r}, demanded {low!r} .. {high!r}."
     if positions[token] < 0:
@@ -229,6 +281,8 @@ def _ladder(problem: AttendProblem, e: Mapping[str, Any], output: np.ndarray, wr
     if not x.size or np.quantile(x, 0.75) > 1.3 * np.quantile(x, 0.25):
         return None
     factor = float(-np.log2(np.median(x)))
+    if abs(factor - 1) < 0.02:
+        return None
     effective = problem.spec.scale * factor
     text = f"Token {token}, head {head} weighs its rungs as if logits were {factor:.4g} times what they are: an "
     text += f"effective scale of {effective:.5g} instead of {problem.spec.scale:.5g}."

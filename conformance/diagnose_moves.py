@@ -66,7 +66,7 @@ def _append(
         due = problem.slots[token]
         wanted = _slot(problem, problem.layer * problem.num_pages + due // size, due % size)
         hint = "layer" if row // problem.num_pages != problem.layer else "slot"
-        return "append.3", f"token {token} was written to {where} instead of {wanted}", hint
+        return "append.1", f"token {token} was written to {where} instead of {wanted}", hint
     row, offset = index[0], index[1]
     token = int(np.flatnonzero(problem.slots == (row - problem.layer * problem.num_pages) * size + offset)[0])
     word = got[name][row, offset]
@@ -79,8 +79,9 @@ def _append(
         return clause, f"the slot of token {token} holds {kind} {other}", "other-token"
     if word.shape[0] > 1 and np.array_equal(np.sort(word, axis=0), np.sort(new[token], axis=0)):
         return "append.1", f"the KV heads of token {token} are permuted", "heads"
-    total = decode(before[row, offset], problem.dtype) + decode(new[token], problem.dtype)
-    close = np.abs(decode(word, problem.dtype) - total) <= 2.0**-6 * np.abs(total)
+    with np.errstate(invalid="ignore"):
+        total = decode(before[row, offset], problem.dtype) + decode(new[token], problem.dtype)
+        close = np.abs(decode(word, problem.dtype) - total) <= 2.0**-6 * np.abs(total)
     if close.mean() > 0.9:
         return "append.1", f"token {token} was added to what the slot held", "adds"
     return "append.1", f"the slot of token {token} holds something else", None
@@ -92,14 +93,15 @@ def _numbers_only(
     """All wrong words are numerically equal to the demanded ones, or NaN both: something computed on the way."""
     want = problem.expected_keys if name == "keys" else problem.expected_values
     have, due = got[name][wrong[name]], want[wrong[name]]
-    zero = np.array(format_of(problem.dtype).sign_bit, due.dtype)
-    if np.all((due == zero) & (have == 0)):
-        return "append.4", "every wrong word is a −0 that became +0", "minus-zero"
+    zero = due == format_of(problem.dtype).sign_bit
+    tiny = (np.abs(decode(due, problem.dtype)) < 2.0 ** format_of(problem.dtype).emin) & ~zero
+    if np.all((zero | tiny) & (have & (format_of(problem.dtype).sign_bit - 1) == 0)):
+        what = "a −0 or a subnormal" if tiny.any() else "a −0"
+        return "append.4", f"every wrong word is {what} that became a zero", "minus-zero"
     if np.all(is_nan(due, problem.dtype)):
         return "append.4", "every wrong word is a NaN whose bits changed", "nan"
-    special = (due == zero) | is_nan(due, problem.dtype) | ~np.isfinite(decode(due, problem.dtype))
-    if np.all(special):
-        return "append.4", "only −0, infinities and NaN changed", "special"
+    if np.all(zero | tiny | ~np.isfinite(decode(due, problem.dtype))):
+        return "append.4", "only zeros, subnormals, infinities and NaN changed", "special"
     return None
 
 

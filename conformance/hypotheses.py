@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from conformance.case import AttendProblem
-from conformance.formats import decode, format_of
+from conformance.formats import decode, format_of, round_to
 from conformance.oracle import SEMANTICS, Rules, _pages, _visible, attend
 from paged.common import AttentionSpec
 
@@ -21,42 +21,69 @@ LOG2E = 1.4426950408889634
 
 @dataclasses.dataclass(frozen=True)
 class Hypothesis:
-    """A fault: `hint` names it, `clause` is what it breaks, `text` tells it; `problem`, `rules` reproduce it."""
+    """A fault: `hint` names it, `clause` is what it breaks, `text` tells it; `problem`, `rules` reproduce it.
+
+    `same_lse`: whether a kernel with this fault returns the LSE of the faulty weights.
+    """
 
     hint: str
     clause: str
     text: str
     problem: AttendProblem
     rules: Rules = SEMANTICS
+    same_lse: bool = True
 
 
 EXPLAINED = 0.9
 """Share of the wrong elements, and of the right ones beside them, that a hypothesis must reproduce."""
 
 
-def explain(problem: AttendProblem, output: np.ndarray, wrong: np.ndarray) -> Hypothesis | None:
-    """The hypothesis that reproduces the wrong elements and leaves the right ones right, or None."""
-    got = decode(output, problem.dtype)
+def explain(
+    problem: AttendProblem, output: np.ndarray, wrong: np.ndarray, lse: np.ndarray | None = None
+) -> Hypothesis | None:
+    """The hypothesis that reproduces the wrong elements and leaves the right ones right, or None.
+
+    It must lie twice as close to the output as the right answer does, and agree with the LSE if there is one that is
+    right or not a number: a poisoned value leaves the LSE right, a poisoned key does not.
+    """
     live = problem.table.positions() >= 0
     faulty = wrong.any((1, 2))
     only = np.concatenate([np.flatnonzero(faulty & live)[:8], np.flatnonzero(~faulty & live)[:8]]).tolist()
-    best, least = None, np.inf
+    got, bad = decode(output[only], problem.dtype), wrong[only]
+    near = max(4 * format_of(problem.dtype).unit_roundoff, 2.0**-14)
+    right = attend(problem, only=only)
+    best, least = None, 0.5 * float(np.minimum(_apart(got, right.output[only]), 1.0).mean())
     for hypothesis in hypotheses(problem):
         with np.errstate(all="ignore"):
             try:
-                answer = attend(hypothesis.problem, hypothesis.rules, only).output[only]
+                answer = attend(hypothesis.problem, hypothesis.rules, only)
             except (IndexError, ValueError):
                 continue  # this fault cannot be had here: it leaves the pool
-            size = np.maximum(np.abs(answer), np.abs(got[only])) + 1e-30
-            off = np.abs(answer - got[only]) / size
-        off = np.where(np.isfinite(answer) | np.isfinite(got[only]), np.nan_to_num(off, nan=1.0), 0.0)
-        same = off <= max(4 * format_of(problem.dtype).unit_roundoff, 2.0**-14)
-        bad = wrong[only]
+            off = _apart(got, answer.output[only])
+            if lse is not None and hypothesis.same_lse and not _same_lse(lse[only], answer.lse[only], near):
+                continue
+        same = off <= near
         shares = float(same[bad].mean()), 1.0 if bad.all() else float(same[~bad].mean())
         distance = float(np.minimum(off, 1.0).mean())
         if min(shares) > EXPLAINED and distance < least:
             best, least = hypothesis, distance
     return best
+
+
+def _apart(got: np.ndarray, answer: np.ndarray) -> np.ndarray:
+    """Relative distance; 0 between two that are no numbers, 1 between a number and one that is not."""
+    with np.errstate(all="ignore"):
+        off = np.abs(answer - got) / (np.maximum(np.abs(answer), np.abs(got)) + 1e-30)
+    finite = np.isfinite(answer), np.isfinite(got)
+    return np.where(finite[0] & finite[1], off, np.where(finite[0] | finite[1], 1.0, 0.0))
+
+
+def _same_lse(got: np.ndarray, answer: np.ndarray, near: float) -> bool:
+    """Whether two LSEs agree: close, or neither a finite number."""
+    finite = np.isfinite(got), np.isfinite(answer)
+    with np.errstate(all="ignore"):
+        close = np.abs(got - answer) <= 4 * near * (1 + np.abs(answer))
+    return float(np.where(finite[0] & finite[1], close, ~finite[0] & ~finite[1]).mean()) > EXPLAINED
 
 
 def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
@@ -88,6 +115,10 @@ def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
     ):
         if abs(factor - 1) > 1e-6:
             yield with_spec(hint, "attend.2", text, scale=scale * factor)
+    for dtype in ("bfloat16", "float16"):
+        rounded = float(round_to(spec.scale, dtype))
+        if rounded != float(np.float32(spec.scale)):
+            yield with_spec("rounded-scale", "attend.2", f"The scale was rounded to {dtype}.", scale=rounded)
     if spec.window is not None:
         yield with_spec("no-window", "attend.4", "The output is that of no window at all.", window=None)
         wider = f"The output is that of a window of {spec.window + 1}: the window counts the token itself."
@@ -97,6 +128,8 @@ def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
             yield with_spec("window-minus-one", "attend.4", narrower, window=spec.window - 1)
     if spec.soft_cap is not None:
         yield with_spec("no-soft-cap", "attend.5", "The output is that of no soft cap.", soft_cap=None)
+        before = "The soft cap came before the scale."
+        yield with_spec("cap-before-scale", "attend.5", before, soft_cap=spec.soft_cap * spec.scale)
     yield with_rules("length-minus-one", "pages.3", "The last token of every row was left out.", visible=_shorter)
     if spec.causal:
         yield with_spec("not-causal", "attend.3", "The output is that of no causal mask.", causal=False)
@@ -109,6 +142,10 @@ def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
     if problem.sinks is not None:
         without = dataclasses.replace(problem, sinks=None)
         yield Hypothesis("no-sinks", "attend.1", "The output is that of no sinks.", without)
+    for field, clause in (("key_scale", "attend.2"), ("value_scale", "attend.1")):
+        if getattr(problem, field) not in (None, 1.0):
+            without = dataclasses.replace(problem, **{field: None})
+            yield Hypothesis(field.replace("_", "-"), clause, f"The {field.replace('_', ' ')} was ignored.", without)
     modulo = "Query head h reads KV head h mod KV heads instead of h // group."
     yield with_rules("gqa-modulo", "attend.6", modulo, key_head=_modulo, value_head=_modulo)
     yield with_rules("value-head-0", "attend.6", "Values come from KV head 0.", value_head=lambda h, heads, kv: 0)
