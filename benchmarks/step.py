@@ -13,6 +13,7 @@ import functools
 import json
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ LLAMA_8B = {
 }
 
 
-def config(num_layers: int = 32, **sizes: int) -> DecoderConfig:
+def config(num_layers: int = 32, **sizes: Any) -> DecoderConfig:
     """The geometry, with another depth or other sizes."""
     fields = {**LLAMA_8B, **sizes, "num_layers": num_layers}
     block = (AttentionSpec(scale=fields["head_dim"] ** -0.5),)
@@ -135,6 +136,7 @@ def main() -> None:
         "num_query_heads": 8,
         "num_kv_heads": 2,
         "vocab_size": 32000,
+        "eos": (2,),
     }
 
     def show(label, found):
