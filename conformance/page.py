@@ -76,9 +76,27 @@ def _unclaimed(cases: list[Mapping[str, Any]]) -> dict[str, int]:
 def _value(value: Any) -> str:
     """A claim or an environment entry as short text."""
     if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
+        return ", ".join(_runs(value) if all(type(v) is int for v in value) else map(str, value)) or "none"
     if isinstance(value, Mapping) and set(value) == {"low", "high", "powers_of_two"}:
         return f"{value['low']} to {value['high']}" + (", powers of two" if value["powers_of_two"] else "")
     if isinstance(value, Mapping):
         return ", ".join(f"{k} {v}" for k, v in value.items()) or "none"
     return "none" if value is None or value == "" else str(value)
+
+
+def _runs(values: list[int]) -> list[str]:
+    """Ints with every run of four or more at equal steps written as a range."""
+    out, at = [], 0
+    while at < len(values):
+        end = at + 1
+        step = values[end] - values[at] if end < len(values) else 0
+        while end < len(values) and values[end] - values[end - 1] == step:
+            end += 1
+        if end - at >= 4:
+            every = "" if step == 1 else f" in steps of {step}"
+            out.append(f"{values[at]} to {values[end - 1]}{every}")
+            at = end
+        else:
+            out.append(str(values[at]))
+            at += 1
+    return out

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from conformance import execute
+from conformance import execute, hlo
 from conformance.case import AttendProblem, Case, Result
 from conformance.runner import CHECKS, Check, NoDeviceError, Session, mesh_sharding, parse_mesh
 from paged.backends.protocol import AttentionBackend
@@ -62,6 +62,50 @@ def donation(session: Session, case: Case) -> Result:
         if not donated and same:
             raise InvalidInputError("the probe is broken: without donation the buffers kept their addresses too.")
     return _passed(case, len(before))
+
+
+@_check
+def collectives(session: Session, case: Case) -> Result:
+    """No collective runs between the append and the attention that reads it (sharded.3), by the compiled program.
+
+    The reader of programs is tried first on the same step with one collective planted there, which it must find.
+    """
+    problem = _problem(session, case)
+    sharding = mesh_sharding(parse_mesh(case.params))
+    if sharding is None:
+        raise InvalidInputError(f"case {case.id!r}: this check needs params.mesh.")
+    planted: Any = _Collecting(session.backend, sharding.kv_axes)
+    if not _collectives(planted, problem, sharding):
+        raise InvalidInputError("the reader is broken: it does not see a collective planted after the append.")
+    found = _collectives(session.backend, problem, sharding)
+    if found:
+        where, collective, reader = found[0]
+        text = f"{collective.opcode} {collective.name} runs after the append and before {reader.name} in {where}"
+        return _failed(case, f"{len(found)} collectives lie between append and attention: {text}")
+    return _passed(case, 1)
+
+
+def _collectives(backend: AttentionBackend, problem: AttendProblem, sharding: KvSharding) -> list[Any]:
+    arguments = execute.attend_arguments(backend, problem, sharding=sharding)
+    text = execute.run_attend.lower(*arguments).compile().as_text() or ""
+    elements = min(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(arguments[1]))
+    return hlo.collectives_before_readers(hlo.parse(text), elements)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collecting:
+    """A backend that adds up a part of the pool over the head axes before it attends."""
+
+    inner: AttentionBackend
+    axes: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def attend(self, query: Any, pool: Any, *rest: Any) -> Any:
+        """The inner one's, on a query that depends on all devices and on the appended pool. Compiled, never run."""
+        mark = pool.keys[0, 0, 0, 0].astype(query.dtype)
+        return self.inner.attend(query + jax.lax.psum(mark, self.axes), pool, *rest)
 
 
 def addresses(pool: Any) -> tuple[int, ...]:

@@ -1,0 +1,88 @@
+"""The page: every string that comes from a backend is escaped, and every part of a certificate is on it."""
+
+import html.parser
+
+import pytest
+
+from conformance import certificate, page
+from conformance.case import Case, Result
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+
+
+def make(text, status="fail"):
+    cases = [
+        Case(id=f"a/{t}", tier=t, level="core", generator="g", params={}, clause=("attend.1",), needs=("window",))
+        for t in (1, 3)
+    ]
+    results = [
+        Result(id="a/1", status="pass", elements=1, decided=1),
+        Result(id="a/3", status=status, diagnosis=text, clause=text, elements=10, details={"x": text}),
+    ]
+    waiver = {
+        "case": text,
+        "reason": text,
+        "issue": text,
+        "until": text,
+        "problem": text,
+        "matched": [],
+        "applies": True,
+    }
+    body = certificate.build(
+        cases=cases, results=results, level="core", complete=False, waivers=[waiver],
+        suite={"tree": text, "mutants": text},
+        backend={"entry_point": text, "distribution": text, "packages": {text: text}},
+        claims={"features": [text], "numerics": text, text: {"low": 1, "high": text, "powers_of_two": True}},
+        environment={"device": text, "jax": text, text: text},
+    )  # fmt: skip
+    return certificate.seal(body, {"host": text, text: text})
+
+
+@pytest.mark.parametrize("status", ["fail", "not-claimed"])
+def test_nothing_from_a_backend_becomes_markup(status):
+    honest, evil = Tags(), Tags()
+    honest.feed(page.render(make("plain", status), ["plain"]))
+    text = page.render(make(EVIL, status), [EVIL])
+    evil.feed(text)
+    assert evil.tags == honest.tags
+    assert evil.attributes == honest.attributes
+    assert "script" not in evil.tags
+    assert EVIL not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_the_page_loads_nothing_from_elsewhere():
+    text = page.render(make("plain"))
+    assert "default-src 'none'" in text
+    assert "http" not in text.replace('http-equiv="', "")
+
+
+def test_values_are_short():
+    assert page._value([4, *range(8, 513, 8), 1000]) == "4, 8 to 512 in steps of 8, 1000"
+    assert page._value([]) == "none"
+    assert page._value({"low": 1, "high": 64, "powers_of_two": True}) == "1 to 64, powers of two"
+    assert page._value(["a", "b"]) == "a, b"
+
+
+@pytest.mark.parametrize(
+    ("claims", "model", "said"),
+    [
+        ("exact", {"exact": True}, "exact: float64 inside"),
+        ("N1n", {"weights": "input", "partials": "output", "normalised": True, "exp_error_log2": -22.0}, "normalised"),
+        ("?", {}, "weights in ?"),
+    ],
+)
+def test_the_numerics_line(claims, model, said):
+    body = {"claims": {"numerics": claims}, "backend": {"numerics": model}}
+    assert said in page.numerics_line(body)
