@@ -78,7 +78,8 @@ class Program:
             max_query_len=rung.max_query_len,
             max_kv_len=rung.max_kv_len,
         )
-        return plan_step(self.backend, arrays, vllm_rung, self.spec)
+        heads = {name: getattr(rung, name) for name in ("group_size", "head_dim", "kv_dtype")}
+        return plan_step(self.backend, arrays, dataclasses.replace(vllm_rung, **heads), self.spec)
 
 
 def layer_step(
@@ -160,6 +161,8 @@ def attend_arguments(
         metadata, rung = pack_table(problem.table)
     else:
         metadata, rung = dataclasses.asdict(vllm), Rung.of(problem.table)
+    kv_heads, head_dim = problem.keys.shape[2:]
+    rung = rung.with_heads(group_size=problem.query.shape[1] // kv_heads, head_dim=head_dim, kv_dtype=problem.kv_dtype)
     program = Program(backend, rung, problem.spec, sharding, vllm is not None)
     pool_keys, pool_values, new_keys, new_values = split_step(problem, backend.capabilities.poison)
     if format_of(problem.kv_dtype).bits == 8:
@@ -312,6 +315,7 @@ def _append(
     assert problem.new_values is not None
     pool = place(backend, problem, problem.keys, problem.values, sharding)
     metadata, rung = pack_table(problem.table if problem.table is not None else table_for_slots(problem))
+    rung = rung.with_heads(group_size=1, head_dim=problem.keys.shape[3], kv_dtype=problem.dtype)
     program = Program(backend, rung, AttentionSpec(scale=1.0), sharding)
     new = [x.view(jnp.dtype(problem.dtype)) for x in (problem.new_keys, problem.new_values)]
     layer = 0 if backend.capabilities.pool_layout == "per_layer" else problem.layer
