@@ -37,7 +37,10 @@ class Token:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreparedStep:
-    """A step whose pages are reserved and clean; run it once. `samples[i]` says whether slice i yields a token."""
+    """A step whose pages are reserved and clean; run or cancel it once, before its requests' next one.
+
+    `samples[i]` says whether slice i yields a token.
+    """
 
     slices: tuple[Slice, ...]
     table: PageTable
@@ -94,6 +97,7 @@ class Runtime:
             dtype=kv_dtype or dtype,
             sharding=sharding,
         )
+        platform = _platform(model, sharding)
         check_step(
             backend,
             self.layout,
@@ -102,10 +106,10 @@ class Runtime:
             dtype=dtype,
             sharding=sharding,
             batches=("prefill", "decode"),
-            platform=_platform(model, sharding),
+            platform=platform,
         )
         stacked = backend.capabilities.pool_layout == "stacked"
-        self._program = Program(backend, sharding, stacked if scan is None else scan, num_top)
+        self._program = Program(backend, sharding, platform, stacked if scan is None else scan, num_top)
         self.max_tokens = min(self.layout.usable_pages * tokens_per_page, model.config.max_positions)
         self.plane = ControlPlane(
             self.layout,
@@ -122,6 +126,7 @@ class Runtime:
         )
         self._pool = build_pool(self.layout, backend, sharding)
         self._tokens: dict[Handle, list[int]] = {}
+        self._prepared: set[PreparedStep] = set()
 
     @property
     def backend(self) -> AttentionBackend:
@@ -249,13 +254,22 @@ class Runtime:
             return None
         inputs = build_step_inputs(slices, known, table)
         packed, rung = pack_step(inputs, table)
-        return PreparedStep(tuple(slices), table, rung, packed, inputs.samples[: len(slices)])
+        prepared = PreparedStep(tuple(slices), table, rung, packed, inputs.samples[: len(slices)])
+        self._prepared.add(prepared)
+        return prepared
+
+    def cancel(self, prepared: PreparedStep) -> None:
+        """Give up a prepared step: the requests are as they were before it. Raises what `run` raises."""
+        self._take(prepared)
+        self._undo(prepared)
 
     def run(self, prepared: PreparedStep) -> list[Token | None]:
         """Run a prepared step and wait for it: for each slice the sampled token, or None where its prompt goes on.
 
-        If it fails before the pool was given away, the requests are as they were before `prepare_step`.
+        If it fails before the pool was given away, the requests are as they were before `prepare_step`. Raises
+        `InvalidInputError` for a step that ran or was cancelled already, and if the logits are not finite.
         """
+        self._take(prepared)
         number = self.plane.dispatch(prepared.table)
         try:
             self._pool, sampled = self._pool.step(
@@ -263,8 +277,7 @@ class Runtime:
             )
             host = jax.device_get(sampled)
         except BaseException:
-            for s in prepared.slices:
-                self.plane.truncate(s.handle, s.start)
+            self._undo(prepared)
             raise
         finally:
             self.plane.retire(number)
@@ -275,6 +288,16 @@ class Runtime:
             top = zip(host.top_tokens[row].tolist(), host.top_logprobs[row].tolist())
             out[row] = Token(int(host.tokens[row]), float(host.logprobs[row]), tuple(top))
         return out
+
+    def _take(self, prepared: PreparedStep) -> None:
+        if prepared not in self._prepared:
+            raise InvalidInputError("this step ran or was cancelled already; prepare another one.")
+        self._prepared.remove(prepared)
+
+    def _undo(self, prepared: PreparedStep) -> None:
+        """The plane counted the step's tokens as cached when it built the table; they are not."""
+        for s in prepared.slices:
+            self.plane.truncate(s.handle, s.start)
 
     def _advance(self, slices: list[Slice]) -> dict[Handle, Token]:
         """Run one step of requests that `add` opened, and append what it sampled to their tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from paged.backends.protocol import AttentionBackend, Rung
 from paged.backends.sharding import KvSharding
 from paged.backends.step import plan_step
 from paged.common.page_table import PageTable
+from paged.engine.compile_options import compiler_options
 from paged.engine.pool import PoolArrays
 from paged.engine.sampling import Sampled, greedy
 from paged.engine.step_inputs import StepInputs
@@ -27,6 +29,7 @@ class Program:
 
     backend: AttentionBackend
     sharding: KvSharding | None
+    platform: str
     scan: bool
     num_top: int
 
@@ -37,11 +40,27 @@ def pack_step(inputs: StepInputs, table: PageTable) -> tuple[np.ndarray, Rung]:
     return np.concatenate([inputs.tokens, inputs.positions, inputs.sample_indices, vector]), rung
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def step(
+    program: Program, rung: Rung, model: Decoder, pool: PoolArrays, packed: np.ndarray
+) -> tuple[PoolArrays, Sampled]:
+    """One step over a packed batch: the pool to use from now on, and what was sampled, one entry for each row.
+
+    `pool` is donated. Compiles once for each program, rung and structure of the model.
+    """
+    return jitted(program.platform)(program, rung, model, pool, packed)
+
+
+@functools.cache
+def jitted(platform: str) -> Any:
+    """The jitted step with the options that a platform wants."""
+    options = dict(compiler_options(platform)) or None
+    return jax.jit(traced_step, static_argnums=(0, 1), donate_argnums=3, compiler_options=options)
+
+
+def traced_step(
     program: Program, rung: Rung, model: Decoder, pool: PoolArrays, packed: Int32[Array, " n"]
 ) -> tuple[PoolArrays, Sampled]:
-    """One step over a packed batch: the pool to use from now on, and what was sampled, one entry for each row."""
+    """What `step` compiles: unpack, plan, run the decoder, sample."""
     ends = np.cumsum([rung.tokens, rung.tokens, rung.rows])
     tokens, positions, sample_indices, vector = (
         packed[a:b] for a, b in zip([0, *ends.tolist()], [*ends.tolist(), packed.shape[0]])

@@ -10,7 +10,7 @@ from conformance.hlo import parse, pool_sized, problems
 from paged.control import Slice
 from paged.engine import Runtime
 from paged.engine import runtime as runtime_module
-from paged.engine.step import step
+from paged.engine.step import jitted, step, traced_step
 from paged.models import shard_decoder
 
 POSITIONS = 4096
@@ -49,7 +49,7 @@ def found(runtime, program):
 @pytest.mark.parametrize(("shards", "dtype"), [(1, "bfloat16"), (8, "float32")])
 def test_the_pool_is_written_in_place_and_there_is_no_dense_cache(prepare, shards, dtype):
     runtime, prepared = prepare(shards, dtype)
-    program = compiled(step, runtime, prepared)
+    program = compiled(jitted("cpu"), runtime, prepared)
     assert found(runtime, program) == []
     # A dense cache would hold, for one layer, two rows of 4096 positions of this device's heads.
     dense = 2 * POSITIONS * (8 // shards) * 8
@@ -58,7 +58,7 @@ def test_the_pool_is_written_in_place_and_there_is_no_dense_cache(prepare, shard
 
 def test_the_reading_can_fail(prepare):
     runtime, prepared = prepare()
-    undonated = jax.jit(step.__wrapped__, static_argnums=(0, 1))
+    undonated = jax.jit(traced_step, static_argnums=(0, 1))
     sentences = found(runtime, compiled(undonated, runtime, prepared))
     assert any("it is not donated" in one for one in sentences)
     assert any("copy" in one for one in sentences)

@@ -177,6 +177,40 @@ def test_a_mixed_step_by_slices(tiny, make_runtime, prompts):
         runtime.prepare_step([Slice(a, 7, 1)])
 
 
+def test_a_prepared_step_runs_once_or_is_cancelled(make_runtime, prompts):
+    runtime = make_runtime()
+    handle = runtime.add(prompts[3])
+    prepared = runtime.prepare_step([Slice(handle, 0, 11)])
+    runtime.cancel(prepared)
+    assert runtime.plane.length(handle) == 0
+    again = runtime.prepare_step([Slice(handle, 0, 11)])
+    (token,) = runtime.run(again)
+    for spent in (prepared, again):
+        for use in (runtime.run, runtime.cancel):
+            with pytest.raises(InvalidInputError, match="ran or was cancelled already"):
+                use(spent)
+    other = make_runtime()
+    assert token == other.prefill([other.add(prompts[3])])[0]
+    runtime.plane.verify()
+
+
+def test_scenario_n3_padding_writes_to_no_page_that_somebody_owns(make_runtime, prompts):
+    # A full batch, then a smaller one in the same bucket: its padding rows and tokens hold what the first one left.
+    runtime = make_runtime(poison_freed=False)
+    handles = [runtime.add(p) for p in prompts[1:5]]
+    runtime.prefill(handles)
+    runtime.decode(handles)
+    before = [np.stack(x) for x in zip(*(runtime.pool.read(page) for page in range(1, 41)))]
+    written = np.zeros((40, 3, 4), bool)  # page, layer, offset
+    for handle in handles[:2]:
+        length = runtime.plane.length(handle)
+        written[runtime.plane.pages_of(handle)[length // 4] - 1, :, length % 4] = True
+    runtime.decode(handles[:2])
+    for old, new in zip(before, zip(*(runtime.pool.read(page) for page in range(1, 41)))):
+        changed = (old.view(np.uint32) != np.stack(new).view(np.uint32)).any(axis=(-1, -2))
+        np.testing.assert_array_equal(changed, written)
+
+
 def test_backpressure_is_none_by_slices_and_arithmetic_by_request(make_runtime, prompts):
     runtime = make_runtime(num_pages=6)
     a, b = runtime.add(prompts[4]), runtime.add(prompts[2])
