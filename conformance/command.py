@@ -18,6 +18,7 @@ from conformance.canonical import digest
 from conformance.case import Case, Result
 from conformance.catalogue import Catalogue, by_program, case_to_json, load, parse_case
 from conformance.journal import Journal
+from conformance.options import parse
 from conformance.progress import Progress
 from conformance.supervisor import BackendRefusedError, Job, Worker, cache_directory, supervise
 from paged.common.errors import InvalidInputError
@@ -79,16 +80,20 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _execute(
-    args: argparse.Namespace, catalogue: Catalogue, jobs: Sequence[Job], label: str = ""
+    args: argparse.Namespace,
+    catalogue: Catalogue,
+    jobs: Sequence[Job],
+    label: str = "",
+    told: Sequence[str] = ("fail", "error"),
 ) -> tuple[dict[str, Any], dict[str, Result]]:
     """Introduction and results of some jobs, resumed from the journal of a run that was interrupted."""
-    request = {"backend": args.backend, "device": args.device, "options": _options(args.option)}
+    request = {"backend": args.backend, "device": args.device, "options": parse(args.option)}
     worker = Worker(request)
     key = digest([worker.introduction, catalogue.digest, request, _suite_sources()])
     path = cache_directory() / "journals" / f"{args.backend}-{key[7:23]}.jsonl"
     if args.fresh:
         path.unlink(missing_ok=True)
-    progress = Progress(len(jobs), sys.stderr, label=label)
+    progress = Progress(len(jobs), sys.stderr, label=label, told=told)
     with Journal(path, key) as journal:
         if journal.results:
             progress.note(f"resuming: {len(journal.results)} results are in {path}")
@@ -104,20 +109,6 @@ def _suite_sources() -> str:
     from conformance.environment import describe_suite
 
     return describe_suite("", "", "")["sources"]
-
-
-def _options(pairs: Sequence[str]) -> dict[str, Any]:
-    """`NAME=VALUE` pairs; a value is JSON where it reads as JSON, and text otherwise."""
-    out: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise InvalidInputError(f"--option takes NAME=VALUE, got {pair!r}.")
-        try:
-            out[name] = json.loads(value)
-        except ValueError:
-            out[name] = value
-    return out
 
 
 def _write(args: argparse.Namespace, data: Mapping[str, Any], results: Mapping[str, Result]) -> None:
@@ -185,7 +176,7 @@ def _mutants(args: argparse.Namespace) -> int:
     if not jobs:
         raise InvalidInputError(f"no case lists a mutant that matches {args.only!r}.")
     names = [n for n in MUTANTS if args.only is None or fnmatch.fnmatchcase(n, args.only)]
-    _, results = _execute(args, catalogue, jobs, label="mutants ")
+    _, results = _execute(args, catalogue, jobs, label="mutants ", told=("error",))
     found = verdicts(names, [(job.mutant or "", job.case, results[job.key]) for job in jobs])
     for name, faults in found.items():
         for fault in faults:

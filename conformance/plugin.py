@@ -32,6 +32,8 @@ def pytest_addoption(parser: Any) -> None:
     group.addoption(
         "--conformance-only", default=None, metavar="GLOB", help="cases whose id matches; certifies nothing"
     )
+    group.addoption("--conformance-catalogue", default=None, metavar="DIR", help="other cases; certifies nothing")
+    group.addoption("--conformance-option", action="append", default=[], metavar="NAME=VALUE", help="for the backend")
     group.addoption("--conformance-deadline", type=float, default=120.0, metavar="SECONDS", help="for each case")
     group.addoption("--conformance-waivers", default=None, metavar="TOML", help="file of waivers")
     group.addoption("--certificate", default=None, metavar="JSON", help="write a certificate here")
@@ -44,7 +46,10 @@ def pytest_configure(config: Any) -> None:
     from conformance.worker import prepare_jax
 
     prepare_jax()
-    config.pluginmanager.register(Run(config), "paged-conformance-run")
+    run = Run(config)
+    config.pluginmanager.register(run, "paged-conformance-run")
+    if hasattr(config.hook, "pytest_testnodedown"):  # a hook that only xdist knows
+        config.pluginmanager.register(_Nodes(run), "paged-conformance-nodes")
 
 
 def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
@@ -61,18 +66,21 @@ class Run:
         import fnmatch
 
         from conformance.catalogue import load
+        from conformance.options import parse
 
         self.config = config
         self.backend_name: str = config.getoption("paged_backend")
         self.level: str = config.getoption("--conformance-level")
         self.deadline: float = config.getoption("--conformance-deadline")
-        self.catalogue = load()
+        self.options = parse(config.getoption("--conformance-option"))
+        directory = config.getoption("--conformance-catalogue")
+        self.catalogue = load(None if directory is None else Path(directory))
         only, quick = config.getoption("--conformance-only"), config.getoption("--conformance-quick")
         cases = self.catalogue.select(self.level, quick=quick)
         if only is not None:
             cases = tuple(c for c in cases if fnmatch.fnmatchcase(c.id, only))
         self.cases = cases
-        self.complete = not quick and only is None
+        self.complete = not quick and only is None and directory is None
         self.is_worker = hasattr(config, "workerinput")
         self.introductions: list[dict[str, Any]] = []
         self.results: dict[str, list[dict[str, Any]]] = {}
@@ -97,7 +105,7 @@ class Run:
         from paged.backends.registry import get_backend
 
         if self._session is None:
-            self._session = Session(get_backend(self.backend_name))
+            self._session = Session(get_backend(self.backend_name, **self.options))
         begin = time.monotonic()
         if self.is_worker:
             faulthandler.dump_traceback_later(self.deadline, exit=True)
@@ -117,7 +125,7 @@ class Run:
         from paged.backends.registry import get_backend, list_backends
 
         name = self.backend_name
-        return introduce(get_backend(name), name, list_backends()[name])
+        return introduce(get_backend(name, **self.options), name, list_backends()[name])
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Take a case's result, or an `error` for a case whose worker died or whose test broke."""
@@ -131,12 +139,6 @@ class Run:
             text = str(report.longrepr).strip().splitlines()
             lost = {"id": case_id, "status": "error", "diagnosis": text[-1] if text else "the test gave no result"}
             self.results.setdefault(case_id, []).append(lost)
-
-    def pytest_testnodedown(self, node: Any, error: Any) -> None:
-        """A worker of xdist has ended; one that died has nothing to say."""
-        said = getattr(node, "workeroutput", {}).get(PROPERTY)
-        if said is not None:
-            self.introductions.append(json.loads(said))
 
     def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
         """A worker tells the controller where it ran; the controller writes the certificate."""
@@ -190,3 +192,16 @@ class Run:
         elif Path(path).exists():
             body = json.loads(Path(path).read_text())["body"]
             terminalreporter.line(f"{self.backend_name}: {body['verdict']}; certificate in {path}")
+
+
+class _Nodes:
+    """What the workers of xdist say when they end."""
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    def pytest_testnodedown(self, node: Any, error: Any) -> None:
+        """A worker has ended; one that died has nothing to say."""
+        said = getattr(node, "workeroutput", {}).get(PROPERTY)
+        if said is not None:
+            self._run.introductions.append(json.loads(said))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import shutil
 import time
+from collections.abc import Callable, Collection
 from typing import TextIO
 
 from conformance.case import STATUSES, Result
@@ -13,14 +14,23 @@ LINE_EVERY_SECONDS = 15.0
 
 
 class Progress:
-    """Counts results and estimates the time left from the pace so far."""
+    """Counts results and estimates the time left from the pace so far. Results of a status in `told` are printed."""
 
-    def __init__(self, total: int, stream: TextIO, *, label: str = "", clock=time.monotonic):
+    def __init__(
+        self,
+        total: int,
+        stream: TextIO,
+        *,
+        label: str = "",
+        told: Collection[str] = ("fail", "error"),
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.total = total
         self.done = 0
         self.counts: collections.Counter[str] = collections.Counter()
         self._stream = stream
         self._label = label
+        self._told = told
         self._clock = clock
         self._begin = self._last = clock()
         self._known = 0
@@ -40,7 +50,7 @@ class Progress:
         """A case has its result; failures and errors are printed at once."""
         self.done += 1
         self.counts[result.status] += 1
-        if result.status in ("fail", "error"):
+        if result.status in self._told:
             self._line(f"{result.status.upper():5} {result.id}: {result.diagnosis}")
         if not self._tty and (self._clock() - self._last >= LINE_EVERY_SECONDS or self.done == self.total):
             self._last = self._clock()

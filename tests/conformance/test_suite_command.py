@@ -95,10 +95,10 @@ def test_error_is_2_and_says_what_was_raised(run, name, said):
 
 def test_a_hang_costs_one_case_and_a_crash_another(run):
     out = run.folder / "hangs.json"
-    done = run(*vice("hangs"), "-o", out, "--deadline", "15", "--only", "attend/[gp]*")
+    done = run(*vice("hangs"), "-o", out, "--deadline", "10", "--only", "attend/[gp]*")
     assert done.returncode == 2, done.stderr
     assert statuses(out) == {"attend/generic": "error", "attend/pair": "pass"}
-    assert "no result within 15 s" in done.stderr
+    assert "no result within 10 s" in done.stderr
     done = run(*vice("dies"), "-o", out, "--only", "attend/[gp]*")
     assert done.returncode == 2, done.stderr
     assert statuses(out) == {"attend/generic": "error", "attend/pair": "pass"}
