@@ -1,0 +1,368 @@
+"""The driver: the only scheduling loop of the project (requirement E2)."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paged.common.checks import check_choice, check_int, check_int32_vector, refuse_rows, show
+from paged.common.errors import InternalError, InvalidInputError, PoolExhaustedError, UnsupportedError
+from paged.common.page_table import PageTable, pages_for
+from paged.control.batch import Slice
+from paged.control.plane import ControlPlane
+from paged.control.requests import Phase, Request, Result
+from paged.control.runner_protocol import RequestId, Step, StepRunner
+from paged.control.running import Plan
+from paged.control.schedule import Schedule
+from paged.control.shapes import FixedShape
+
+SCHEDULES = ("mixed", "prefill_first")
+
+
+class StepOutcome(NamedTuple):
+    """What one step did, request by request.
+
+    - `batch`: ids of the requests that took part.
+    - `query_lens`, `cached` (batch,) int32: tokens that each fed, and tokens that it had in the cache before.
+    - `tokens` (batch,) int32: the token that each sampled and keeps; −1 where a prompt goes on or the request is gone.
+    - `finished`: ids of the requests that finished with it; their results are in `Driver.finished`.
+    """
+
+    batch: tuple[RequestId, ...]
+    query_lens: np.ndarray
+    cached: np.ndarray
+    tokens: np.ndarray
+    finished: tuple[RequestId, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Counters:
+    """Sums since the driver was made; steps and tokens count when dispatched.
+
+    `recomputed_tokens`: cached tokens that preemptions and failed steps threw away.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+
+class _Flight(NamedTuple):
+    """A step under way: its number at the plane, and which of its slices sample."""
+
+    number: int
+    ticket: Any
+    plan: Plan
+    samples: Sequence[bool]
+    table: PageTable
+
+
+class Driver:
+    """Queue, admission, chunked prefill, decoding and preemption over one control plane and one runner.
+
+    - `plane`: its rows and pages are the driver's alone. `runner`: runs the steps, see `StepRunner`.
+    - `max_step_tokens`: budget of one step. Longer prompts are fed in chunks.
+    - `schedule`: `"mixed"`: every step decodes all it can, and prompts get the rest of the budget; needs a runner that
+      can mix. `"prefill_first"`: a step feeds prompts while there are any to feed, and decodes otherwise. By default
+      mixed where the runner can.
+    - `max_request_tokens`: tokens that a request may have in the cache, if that is fewer than the plane has room for.
+
+    Requests go in turn: lower `priority` first, then earlier arrival. The first in turn is admitted once all its known
+    tokens fit the free and evictable pages beside what admitted prompts have yet to take and one page in hand for
+    every running request. When pages run out nevertheless, the newest in turn is preempted: its pages are given up, it
+    keeps its turn, and its generated tokens are fed again with its prompt. So the first in turn always gets on, and
+    every request that `submit` takes finishes, whatever else runs.
+
+    With a runner of depth 2 the host plans a step while the device runs the one before. Pages that a step under way
+    names are not given away before it is collected, and nobody is preempted as long as waiting for it may do.
+
+    One thread at a time. Deterministic: equal calls and equal sampled tokens give equal steps.
+    Raises `InvalidInputError` or `UnsupportedError` if plane, runner and options do not go together.
+    """
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        runner: StepRunner,
+        *,
+        max_step_tokens: int,
+        schedule: str | None = None,
+        max_request_tokens: int | None = None,
+    ):
+        self.plane = plane
+        self.runner = runner
+        self.max_step_tokens = check_int("Driver", "max_step_tokens", max_step_tokens, minimum=1)
+        self.schedule = check_choice("Driver", "schedule", schedule or SCHEDULES[not runner.can_mix], SCHEDULES)
+        mixed = self.schedule == "mixed"
+        if mixed and not runner.can_mix:
+            raise UnsupportedError(
+                "Driver.schedule is 'mixed', and this runner cannot hold slices of one token and longer ones in one "
+                "step. Use schedule='prefill_first'.",
+                capability="mixed",
+            )
+        self.max_request_tokens = plane.capacity_tokens
+        if max_request_tokens is not None:
+            most = check_int("Driver", "max_request_tokens", max_request_tokens, minimum=1)
+            self.max_request_tokens = min(most, plane.capacity_tokens)
+        self._refuse_short_shapes()
+        self.counters = Counters()
+        self.finished: dict[RequestId, Result] = {}
+        self._depth = check_int("Driver", "runner.depth", runner.depth, minimum=1)
+        self._requests: dict[RequestId, Request] = {}
+        self._flying: deque[_Flight] = deque()
+        self._arrivals = 0
+        self._schedule = Schedule(plane, max_step_tokens=self.max_step_tokens, mixed=mixed, can_mix=runner.can_mix)
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has finished and no step is under way."""
+        return not self._requests and not self._flying
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones included."""
+        return len(self._schedule.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are admitted and have not finished."""
+        return len(self._schedule.running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are dispatched and not collected."""
+        return len(self._flying)
+
+    def submit(
+        self,
+        prompt_tokens: Sequence[int] | np.ndarray,
+        max_tokens: int,
+        *,
+        eos: Iterable[int] = (),
+        priority: int = 0,
+        request_id: RequestId | None = None,
+    ) -> RequestId:
+        """Queue a request and return its id, which is `request_id` if given.
+
+        - `prompt_tokens`: at least one id. `max_tokens`: tokens to generate at most, at least 1.
+        - `eos`: ids that end the generation. `priority`: lower goes first.
+
+        Raises `InvalidInputError` for wrong values or an id that is in use, and `PoolExhaustedError` with the
+        arithmetic for a request that could never be cached whole (scenario H6). Nothing was queued then.
+        """
+        tokens = check_int32_vector("submit", "prompt_tokens", prompt_tokens)
+        refuse_rows("submit", "prompt_tokens", tokens, tokens < 0, "must not be negative", "token")
+        if not tokens.shape[0]:
+            raise InvalidInputError(
+                "submit.prompt_tokens is empty: there is nothing to continue. Give one token or more."
+            )
+        max_tokens = check_int("submit", "max_tokens", max_tokens, minimum=1)
+        priority = check_int("submit", "priority", priority, minimum=-(2**31))
+        stop = frozenset(check_int("submit", "eos", token, minimum=0) for token in eos)
+        self._refuse_too_long(tokens.shape[0], max_tokens)
+        key = self._free_id(request_id)
+        turn, limit = (priority, self._arrivals), tokens.shape[0] + max_tokens
+        request = Request(key, turn, array("i", tokens.tobytes()), tokens.shape[0], limit, stop)
+        self._arrivals += 1
+        self._requests[key] = request
+        self._schedule.waiting.push(request)
+        return key
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a request at any point with what it has; False if it had finished already, and then nothing changes.
+
+        Its pages become free at once, or as the steps under way that name them are collected.
+        Raises `InvalidInputError` for an id that is neither unfinished nor among the results.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            if request_id in self.finished:
+                return False
+            raise InvalidInputError(f"abort: there is no request {show(request_id)}: never submitted, or taken.")
+        self._finish(request, "abort")
+        return True
+
+    def take(self, request_id: RequestId) -> Result:
+        """Remove and return the result of a finished request; its id may then be used again.
+
+        Raises `InvalidInputError` if there is none.
+        """
+        if request_id not in self.finished:
+            state = "has not finished" if request_id in self._requests else "is unknown"
+            raise InvalidInputError(f"take: request {show(request_id)} {state}.")
+        return self.finished.pop(request_id)
+
+    def step(self) -> StepOutcome | None:
+        """Keep the runner busy, wait for the oldest step under way, and return what it did; None if all is done.
+
+        If the runner fails to start a step, its requests are as they were. If it fails to finish one, every request of
+        the steps under way goes back to the queue and is computed again. The exception is passed on either way, and
+        `step` may be called again.
+
+        Raises `PoolExhaustedError` if others hold rows or pages of the plane, so that nothing can run.
+        """
+        while len(self._flying) < self._depth and self._launch():
+            pass
+        if self._flying:
+            return self._commit()
+        if self._requests:
+            raise PoolExhaustedError(
+                f"Driver.step: {len(self._requests)} requests are unfinished and none can run: "
+                f"{self.plane.num_open} of {self.plane.max_requests} rows are open, {self.num_running} of them by "
+                f"this driver, and {self.plane.available_pages} of {self.plane.layout.usable_pages} pages can be had. "
+                f"Release what others hold; a driver needs its plane for itself."
+            )
+        return None
+
+    def verify(self) -> None:
+        """Prove that plane, queue, phases and steps under way agree; raises `InternalError`."""
+        self.plane.verify()
+        self._schedule.verify(self._requests.values())
+        under_way = dict.fromkeys(self._requests.values(), 0)
+        for flight in self._flying:
+            for request, samples in zip(flight.plan.requests, flight.samples):
+                if request in under_way:
+                    under_way[request] += samples
+        for request, count in under_way.items():
+            if request.in_flight != count:
+                raise InternalError(f"Driver: {count} samples are under way for {request}.")
+
+    def _launch(self) -> bool:
+        """Plan and dispatch one step; False if there is nothing to run, or nothing before a step under way is done."""
+        chosen = self._schedule.choose(admit=True)
+        while chosen.requests:
+            slices = chosen.slices()
+            table = self.plane.prepare(slices, self.runner.scrub, self.runner.copy)
+            if table is not None:
+                self._dispatch(chosen, slices, table)
+                return True
+            if self._flying:
+                # As they are collected requests end and pages come free; only then is it known whether anyone has to
+                # give way (scenario H9).
+                return False
+            self.counters.recomputed_tokens += self._schedule.preempt_newest(slices)
+            self.counters.preemptions += 1
+            chosen = self._schedule.choose(admit=False)
+        return False
+
+    def _dispatch(self, chosen: Plan, slices: list[Slice], table: PageTable) -> None:
+        try:
+            ticket = self.runner.dispatch(Step(chosen.batch, slices, chosen.known, table))
+        except BaseException:
+            for one in slices:
+                self.plane.truncate(one.handle, one.start)
+            raise
+        number = self.plane.dispatch(table)
+        self._flying.append(_Flight(number, ticket, chosen, self._schedule.dispatched(chosen), table))
+        self.counters.steps += 1
+        self.counters.decode_tokens += chosen.num_decode
+        self.counters.prefill_tokens += sum(chosen.counts[chosen.num_decode :])
+
+    def _commit(self) -> StepOutcome:
+        """Wait for the oldest step under way; take what it sampled, and end who is done."""
+        flight = self._flying[0]
+        try:
+            sampled = self._collect(flight)
+        except BaseException:
+            self._abandon()
+            raise
+        self._flying.popleft()
+        self.plane.retire(flight.number)
+        finished: list[RequestId] = []
+        for i, (request, samples, token) in enumerate(zip(flight.plan.requests, flight.samples, sampled.tolist())):
+            if not samples or request.phase is Phase.FINISHED:
+                sampled[i] = -1
+                continue
+            request.tokens[-request.in_flight] = token
+            request.in_flight -= 1
+            if token in request.eos:
+                finished.append(request.id)
+                self._finish(request, "stop")
+            elif not request.in_flight and request.phase is Phase.DRAINING:
+                finished.append(request.id)
+                self._finish(request, "length")
+        query_lens = flight.table.query_lens[: sampled.shape[0]]
+        cached = flight.table.kv_lens[: sampled.shape[0]] - query_lens
+        return StepOutcome(flight.plan.batch, query_lens, cached, sampled, tuple(finished))
+
+    def _collect(self, flight: _Flight) -> np.ndarray:
+        sampled = np.array(self.runner.collect(flight.ticket))
+        rows = len(flight.samples)
+        if sampled.shape != (rows,) or sampled.dtype.kind not in "iu":
+            raise InvalidInputError(f"runner.collect must give {rows} ints, got {sampled.dtype} of {sampled.shape}.")
+        if rows and sampled.min() < 0:
+            refuse_rows("runner", "sampled token", sampled, (sampled < 0) & flight.samples, "must not be negative")
+        return sampled
+
+    def _abandon(self) -> None:
+        """The steps under way are lost: their requests are computed again from the tokens that are known."""
+        lost = {request: None for flight in self._flying for request in flight.plan.requests}
+        while self._flying:
+            self.plane.retire(self._flying.popleft().number)
+        for request in lost:
+            if request.phase is not Phase.FINISHED:
+                del request.tokens[request.num_known :]
+                request.in_flight = 0
+                self.counters.recomputed_tokens += self._schedule.requeue(request)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        """The one way in which a request ends (scenario H1)."""
+        del self._requests[request.id]
+        self._schedule.drop(request)
+        tokens = tuple(request.tokens[request.num_prompt : request.num_known])
+        self.finished[request.id] = Result(tokens, reason, request.num_prompt, request.preemptions)
+        if reason == "abort":
+            self.counters.aborted += 1
+        else:
+            self.counters.finished += 1
+
+    def _free_id(self, request_id: RequestId | None) -> RequestId:
+        """`request_id` if it is not in use, or a number that is not."""
+        if request_id is None:
+            number = self._arrivals
+            while self._in_use(number):
+                number += 1
+            return number
+        if isinstance(request_id, bool) or not isinstance(request_id, (int, str)):
+            raise InvalidInputError(f"submit.request_id must be an int or a str, got {show(request_id)}.")
+        if self._in_use(request_id):
+            raise InvalidInputError(
+                f"submit.request_id {show(request_id)} is in use. Take its result with take(), or choose another."
+            )
+        return request_id
+
+    def _in_use(self, request_id: RequestId) -> bool:
+        return request_id in self._requests or request_id in self.finished
+
+    def _refuse_too_long(self, num_prompt: int, max_tokens: int) -> None:
+        need = num_prompt + max_tokens - 1
+        if need <= self.max_request_tokens:
+            return
+        layout = self.plane.layout
+        raise PoolExhaustedError(
+            f"submit: a prompt of {num_prompt} tokens and {max_tokens} to generate, of which the last is never fed, "
+            f"are {need} tokens to cache, {pages_for(need, layout.tokens_per_page)} pages of "
+            f"{layout.tokens_per_page}. A request can have {self.max_request_tokens} here: the pool has "
+            f"{layout.usable_pages} pages ({layout.num_pages} less the sentinel), a row of the map "
+            f"{self.plane.capacity_tokens} tokens. Ask for {need - self.max_request_tokens} tokens less, or build a "
+            f"larger pool."
+        )
+
+    def _refuse_short_shapes(self) -> None:
+        """Refuse now what `plane.shapes` would refuse in the middle of a run: the largest step of this driver."""
+        if self.plane.shapes is None:
+            return
+        rows = min(self.plane.max_requests, self.max_step_tokens)
+        longest = min(self.max_step_tokens, self.max_request_tokens)
+        pages = rows * pages_for(self.max_request_tokens, self.plane.layout.tokens_per_page)
+        pages = min(pages, self.plane.layout.usable_pages)
+        self.plane.shapes.shape_for(FixedShape(rows, self.max_step_tokens, pages, longest, self.max_request_tokens))

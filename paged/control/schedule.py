@@ -1,0 +1,172 @@
+"""Who takes part in the next step, who is admitted, and who gives way when pages are short."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from paged.common.checks import show
+from paged.common.errors import InternalError, PoolExhaustedError
+from paged.common.page_table import pages_for
+from paged.control.batch import Slice
+from paged.control.plane import ControlPlane
+from paged.control.requests import Phase, Request
+from paged.control.runner_protocol import IN_FLIGHT
+from paged.control.running import Plan, Running, plan
+from paged.control.waiting import WaitingQueue
+
+
+class Schedule:
+    """Queue and running requests of one driver, which documents the policy.
+
+    `mixed`: prompts go beside decoding requests. `can_mix`: slices of one token and longer ones may share a step.
+    """
+
+    def __init__(self, plane: ControlPlane, *, max_step_tokens: int, mixed: bool, can_mix: bool):
+        self.plane = plane
+        self.waiting = WaitingQueue()
+        self.running = Running()
+        self._max_step_tokens = max_step_tokens
+        self._mixed = mixed
+        self._can_mix = can_mix
+
+    def choose(self, *, admit: bool) -> Plan:
+        """The next step, empty if nobody can run; with `admit` waiting requests are admitted into it."""
+        if not self._mixed:
+            requests, counts = self._chunks(self._max_step_tokens, admit)
+            return plan(requests, counts, 0) if requests else self.running.decode_plan(self._max_step_tokens)
+        decode = self.running.decode_plan(self._max_step_tokens)
+        requests, counts = self._chunks(self._max_step_tokens - len(decode.requests), admit)
+        if not requests:
+            return decode
+        return plan([*decode.requests, *requests], [*decode.counts, *counts], decode.num_decode)
+
+    def _chunks(self, room: int, admit: bool) -> tuple[list[Request], list[int]]:
+        """Prompts to feed, as many tokens as there is room for; those that were admitted before go first."""
+        requests: list[Request] = []
+        counts: list[int] = []
+        admitted = iter(tuple(self.running.prefill))
+        while room:
+            request = next(admitted, None) or (self._admit() if admit else None)
+            if request is None:
+                break
+            count = min(request.target - request.cached, room)
+            if counts and not self._can_mix and (count == 1) != (counts[0] == 1):
+                continue  # it goes in a later step
+            requests.append(request)
+            counts.append(count)
+            room -= count
+        return requests, counts
+
+    def _admit(self) -> Request | None:
+        """Give the first in turn a row of the map, if its tokens fit beside what the others are about to take."""
+        request = self.waiting.first()
+        if request is None or not self._has_room(request):
+            return None
+        handle = self.plane.open()
+        if handle is None:
+            return None
+        self.waiting.take()
+        request.handle, request.cached, request.target = handle, 0, len(request.tokens)
+        self.running.enter(request, Phase.PREFILL)
+        return request
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether all known tokens of a request fit. A running request takes at most a page in a step besides what its
+        prompt was promised, so a step that admits somebody always gets its pages (scenario H11)."""
+        size = self.plane.layout.tokens_per_page
+        promised = sum(pages_for(r.target, size) - pages_for(r.cached, size) for r in self.running.prefill)
+        return pages_for(len(request.tokens), size) + promised + len(self.running) <= self.plane.available_pages
+
+    def preempt_newest(self, slices: Sequence[Slice]) -> int:
+        """Send the last in turn back to the queue, because `slices` do not fit; returns what `requeue` does.
+
+        Only while no step is under way: then what it gives up is free at once, and one after the other is preempted no
+        longer than needed (scenario H9).
+        """
+        if len(self.running) == 1:
+            raise PoolExhaustedError(
+                f"the only running request needs {self.plane.pages_needed(slices)} more pages, and "
+                f"{self.plane.available_pages} of {self.plane.layout.usable_pages} can be had: somebody else holds the "
+                f"others. Release them; a driver needs its plane for itself."
+            )
+        return self.requeue(self.running.newest())
+
+    def requeue(self, request: Request) -> int:
+        """Give up a running request's pages; it waits, at its turn, to be fed all its tokens again.
+
+        Publishes nothing. Returns the cached tokens that this threw away.
+        """
+        assert request.handle is not None
+        assert not request.in_flight
+        lost = request.cached
+        self.running.leave(request)
+        self.plane.release(request.handle)
+        request.handle, request.cached = None, 0
+        request.preemptions += 1
+        self.waiting.push(request)
+        return lost
+
+    def dispatched(self, chosen: Plan) -> list[bool]:
+        """Move the requests of a step that was dispatched on; which of them sample."""
+        samples = [True] * len(chosen.requests)
+        onward: list[Request] = []
+        for request in chosen.requests[: chosen.num_decode]:
+            request.cached += 1
+            request.in_flight += 1
+            request.tokens.append(IN_FLIGHT)
+            if len(request.tokens) == request.limit:
+                onward.append(request)
+        for i in range(chosen.num_decode, len(samples)):
+            request = chosen.requests[i]
+            request.cached += chosen.counts[i]
+            samples[i] = request.cached == request.target
+            if samples[i]:
+                request.in_flight += 1
+                request.tokens.append(IN_FLIGHT)
+                onward.append(request)
+        for request in onward:
+            self.running.leave(request)
+            self.running.enter(request, Phase.DRAINING if len(request.tokens) == request.limit else Phase.DECODE)
+        return samples
+
+    def drop(self, request: Request) -> None:
+        """End a request, waiting or running; the one place where a finished or aborted one gives up its pages."""
+        if request.handle is None:
+            self.waiting.drop(request)
+            return
+        self.running.leave(request)
+        self.plane.release(request.handle)
+        request.phase, request.handle = Phase.FINISHED, None
+
+    def verify(self, requests: Collection[Request]) -> None:
+        """Prove that plane, queue and phases agree about these, all the unfinished ones; raises `InternalError`."""
+        running = self.running
+        places = {
+            Phase.WAITING: len(self.waiting),
+            Phase.PREFILL: len(running.prefill),
+            Phase.DECODE: len(running.decode),
+            Phase.DRAINING: len(running.draining),
+        }
+        for phase, count in places.items():
+            there = sum(r.phase is phase for r in requests)
+            if there != count:
+                raise InternalError(f"Schedule: {there} requests are in phase {phase.value}, {count} in its place.")
+        for there in (running.prefill, running.decode):
+            if [r.turn for r in there] != sorted(r.turn for r in there):
+                raise InternalError(f"Schedule: requests are not in the order of turns: {[r.turn for r in there]}.")
+        for request in requests:
+            self._verify_request(request)
+
+    def _verify_request(self, r: Request) -> None:
+        fed = 0 if r.handle is None else self.plane.length(r.handle)
+        known, under_way = r.tokens[: r.num_known], r.tokens[r.num_known :]
+        for rule, good in (
+            ("has a row and waits, or neither", (r.handle is None) == (r.phase is Phase.WAITING)),
+            ("does not know its length", fed == r.cached),
+            ("mistakes a token under way", IN_FLIGHT not in known and set(under_way) <= {IN_FLIGHT}),
+            ("has nothing left to feed", r.phase is not Phase.PREFILL or fed < r.target <= len(known)),
+            ("does not decode its last token", r.phase is not Phase.DECODE or fed == len(r.tokens) - 1),
+            ("should drain, or should not", (len(r.tokens) == r.limit) == (r.phase is Phase.DRAINING)),
+        ):
+            if not good:
+                raise InternalError(f"Schedule: request {show(r.id)} {rule} ({r}).")

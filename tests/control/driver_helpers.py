@@ -1,0 +1,121 @@
+"""A runner whose pool holds token ids instead of K and V, so that every sampled token proves what was read."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from plane_helpers import POISONED, SCRUBBED, FakePool, checked, make_layout
+
+from paged.control import ControlPlane, Driver, Handle, Result, Step
+from paged.control.runner_protocol import IN_FLIGHT
+
+VOCABULARY = 50
+
+
+def next_token(history: Sequence[int]) -> int:
+    """The token after a history: depends on every token and every position of it."""
+    return zlib.crc32(np.asarray(history, np.int32).tobytes()) % VOCABULARY + 1
+
+
+def expected(prompt: Sequence[int], max_tokens: int, eos: Collection[int] = ()) -> tuple[tuple[int, ...], str]:
+    """What a request must come to, whatever ran beside it: its tokens and why it ended."""
+    history = list(prompt)
+    for _ in range(max_tokens):
+        history.append(next_token(history))
+        if history[-1] in eos:
+            return tuple(history[len(prompt) :]), "stop"
+    return tuple(history[len(prompt) :]), "length"
+
+
+class FakeRunner:
+    """Runs a step when it is collected, and scrubs at once: the worst order that a fence has to survive.
+
+    Slices that do not sample get −7, which must never show up anywhere.
+    """
+
+    def __init__(self, plane: ControlPlane, depth: int = 1, can_mix: bool = True):
+        self.plane = plane
+        self.depth, self.can_mix = depth, can_mix
+        self.pool = FakePool(plane)
+        self.steps: list[list[tuple[object, int, int]]] = []
+        self.scrub, self.copy = self.pool.scrub, self.pool.copy
+        self.fail_dispatch = self.fail_collect = False
+        self.failures = 0
+        self._flying: deque[tuple[Step, list[list[int]], list[bool]]] = deque()
+        self._sampled: dict[Handle, int] = {}
+
+    def dispatch(self, step: Step) -> int:
+        if self.fail_dispatch:
+            self.failures += 1
+            raise ConnectionError("no device")
+        assert len(self._flying) < self.depth
+        assert len(step.batch) == len(step.slices) == len(step.known) > 0
+        fed, samples = [], []
+        for (handle, start, count), known in zip(step.slices, step.known):
+            assert self.plane.length(handle) == start + count <= len(known)
+            fed.append(list(known[start : start + count]))
+            samples.append(start + count == len(known))
+            assert IN_FLIGHT not in known[start : start + count - 1]
+            assert self.depth > 1 or IN_FLIGHT not in known
+        if not self.can_mix:
+            assert len({s.num_tokens == 1 for s in step.slices}) == 1
+        self.steps.append([(i, s.start, s.num_tokens) for i, s in zip(step.batch, step.slices)])
+        self._flying.append((step._replace(table=checked(step.table)), fed, samples))
+        return len(self.steps)
+
+    def collect(self, ticket: int) -> np.ndarray:
+        assert ticket == len(self.steps) - len(self._flying) + 1
+        if self.fail_collect:
+            self.failures += 1
+            self._flying.clear()
+            raise ConnectionError("device lost")
+        step, fed, samples = self._flying.popleft()
+        values = [
+            self._sampled[s.handle] if token == IN_FLIGHT else token
+            for s, tokens in zip(step.slices, fed)
+            for token in tokens
+        ]
+        self.pool.run(step.table, values)
+        out = []
+        for i, s in enumerate(step.slices):
+            history = self.pool.read(step.table, i)
+            assert not {SCRUBBED, POISONED} & set(history), f"a page of {step.batch[i]} was given away"
+            self._sampled[s.handle] = next_token(history)
+            out.append(self._sampled[s.handle] if samples[i] else -7)
+        return np.array(out, np.int32)
+
+
+def make_driver(
+    num_pages: int = 13,
+    tokens_per_page: int = 4,
+    *,
+    max_requests: int = 4,
+    depth: int = 1,
+    can_mix: bool = True,
+    max_step_tokens: int = 16,
+    plane_options: dict | None = None,
+    **options,
+) -> tuple[Driver, FakeRunner]:
+    def poison(pages: np.ndarray) -> None:
+        runner.pool.poison(pages)
+
+    layout = make_layout(num_pages, tokens_per_page)
+    plane = ControlPlane(layout, max_requests=max_requests, poison_freed=poison, **(plane_options or {}))
+    runner = FakeRunner(plane, depth, can_mix)
+    return Driver(plane, runner, max_step_tokens=max_step_tokens, **options), runner
+
+
+def run(driver: Driver, limit: int = 2000) -> dict[object, Result]:
+    """Step until all is done, everything proved after each step; all results so far."""
+    for _ in range(limit):
+        outcome = driver.step()
+        driver.verify()
+        assert driver.plane.leaked_pages() == 0
+        if outcome is None:
+            assert driver.idle
+            assert driver.plane.held_pages == driver.plane.num_open == 0
+            return dict(driver.finished)
+    raise AssertionError(f"not done after {limit} steps")

@@ -1,0 +1,104 @@
+"""Random arrivals, lengths, priorities, aborts, failures and pool sizes: every request finishes with the right tokens.
+
+The pool has room for the longest request and up to six pages more, so it is overcommitted most of the time.
+`PAGED_EXAMPLES` sets how many runs are tried.
+"""
+
+import contextlib
+import os
+
+from driver_helpers import VOCABULARY, expected, make_driver, run
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+LONGEST = 19  # tokens of a request in the cache
+
+
+class DriverMachine(RuleBasedStateMachine):
+    @initialize(
+        size=st.sampled_from([1, 2, 3, 4, 8]),
+        spare_pages=st.integers(0, 6),
+        rows=st.integers(1, 5),
+        depth=st.sampled_from([1, 2, 3]),
+        budget=st.integers(1, 12),
+        how=st.sampled_from([("mixed", True), ("prefill_first", True), ("prefill_first", False)]),
+    )
+    def build(self, size, spare_pages, rows, depth, budget, how):
+        self.driver, self.runner = make_driver(
+            1 + -(-LONGEST // size) + spare_pages,
+            size,
+            max_requests=rows,
+            depth=depth,
+            max_step_tokens=budget,
+            schedule=how[0],
+            can_mix=how[1],
+        )
+        self.wanted = {}
+        self.aborted = set()
+
+    @rule(
+        prompt=st.lists(st.integers(1, VOCABULARY), min_size=1, max_size=LONGEST),
+        max_tokens=st.integers(1, LONGEST),
+        eos=st.sets(st.integers(1, VOCABULARY), max_size=6),
+        priority=st.sampled_from([0, 0, 0, -1, 3]),
+    )
+    def submit(self, prompt, max_tokens, eos, priority):
+        max_tokens = min(max_tokens, LONGEST + 1 - len(prompt))
+        key = self.driver.submit(prompt, max_tokens, eos=eos, priority=priority)
+        self.wanted[key] = expected(prompt, max_tokens, eos)
+
+    @rule()
+    def step(self):
+        before = set(self.driver.finished)
+        idle = self.driver.idle
+        outcome = self.driver.step()
+        assert (outcome is None) == idle
+        if outcome is not None:
+            assert set(outcome.finished) == set(self.driver.finished) - before
+            assert len(outcome.batch) == len(outcome.tokens) == len(outcome.query_lens) == len(outcome.cached)
+            assert outcome.query_lens.sum() <= self.driver.max_step_tokens
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def abort(self, data):
+        key = data.draw(st.sampled_from(sorted(self.wanted)))
+        done = key in self.driver.finished
+        assert self.driver.abort(key) is not done
+        if not done:
+            self.aborted.add(key)
+
+    @precondition(lambda self: not self.driver.idle)
+    @rule(where=st.sampled_from(["fail_dispatch", "fail_collect"]))
+    def fail(self, where):
+        setattr(self.runner, where, True)
+        failures = self.runner.failures
+        with contextlib.suppress(ConnectionError):
+            self.driver.step()
+            assert where == "fail_dispatch"  # every step collects, not every one dispatches
+            assert self.runner.failures == failures
+        setattr(self.runner, where, False)
+
+    @invariant()
+    def parts_agree(self):
+        if hasattr(self, "driver"):
+            self.driver.verify()
+            assert self.driver.plane.leaked_pages() == 0
+
+    def teardown(self):
+        if not hasattr(self, "driver"):
+            return
+        results = run(self.driver)
+        assert results.keys() == self.wanted.keys()
+        for key, (tokens, reason) in self.wanted.items():
+            if key in self.aborted:
+                assert results[key].reason == "abort"
+                assert results[key].tokens == tokens[: len(results[key].tokens)]
+            else:
+                assert (results[key].tokens, results[key].reason) == (tokens, reason)
+
+
+TestDriver = DriverMachine.TestCase
+TestDriver.settings = settings(
+    max_examples=int(os.environ.get("PAGED_EXAMPLES", "60")), stateful_step_count=40, deadline=None
+)
