@@ -58,9 +58,17 @@ def suits(model: str, family: str) -> bool:
     return not (NUMERIC_MODELS[model].normalised and "sinks" in FAMILIES[family])
 
 
-@pytest.mark.parametrize("model", ["N0", "N0+xla", "N0p", "N1", "N1n", "N2"])
+def test_the_exact_model_and_the_rest_of_the_menu():
+    assert [name for name, m in NUMERIC_MODELS.items() if m.exact] == ["exact"]
+    assert set(HONEST) == set(NUMERIC_MODELS) - {"exact"}
+
+
+HONEST = ("N0", "N0+xla", "N0+tanh", "N0p", "N1", "N1+tanh", "N1n", "N2")
+
+
+@pytest.mark.parametrize("model", HONEST)
 def test_no_honest_kernel_is_accused(model):
-    """Twelve kernels a model, 72 in all, each on half of the families; the dtypes turn."""
+    """Twelve kernels a model, 96 in all, each on half of the families; the dtypes turn."""
     for seed in range(12):
         kernel = Kernel.draw(seed, NUMERIC_MODELS[model])
         for at, family in enumerate(FAMILIES):
@@ -143,10 +151,26 @@ def test_predictions_are_demanded_only_where_they_bind():
     assert not predicts(vector("dyadic", "bfloat16"), model["N0"])
 
 
+def test_a_coarser_tanh_than_declared_is_caught():
+    """A large cap over peaked logits: an error of 2^-16 in tanh is 30 times that in a logit."""
+    params = {**BASE, **ROWS, "dtype": "float16", "soft_cap": 30.0, "temperature": 12.0}
+    v = generate(Case(id="sim/cap", tier=3, level="core", generator="generic", params=params, clause=("attend.5",)))
+    out, lse = Kernel.draw(2, NUMERIC_MODELS["N0+tanh"]).run(v.problem)
+    for declared, status in (("N0+tanh", "pass"), ("N0", "fail")):
+        expected = expectation(v, NUMERIC_MODELS[declared])
+        assert judge_attend(v.problem, expected, out, lse).status == status
+
+
 def test_the_longest_rise():
     assert bounds._longest_rise(np.array([3.0, 1, 2, 2, 5, 4, 6])) == 4
     assert bounds._longest_rise(np.array([5.0, 4, 3])) == 1
     assert bounds._longest_rise(np.array([])) == 0
+
+
+def test_accumulation_covers_chains_and_truncating_units():
+    """More than any simulated order loses, so it is held to its derivation: n u, and 13 u for every 16 products."""
+    for n in (1, 16, 70, 4096, 32768):
+        assert bounds._accumulation(n, 16) >= max(n, 13 * n / 16 + 16) * 2.0**-24
 
 
 def test_the_lse_has_a_bound_of_its_own():
