@@ -7,6 +7,7 @@ needed to build. The result is a directory of libraries and a manifest with thei
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -101,25 +102,46 @@ def build(
     - `jobs`: compilers at a time, by default one per core.
     - Raises `BackendUnavailableError` if nvcc or the sources are missing, or a compilation fails (with its output).
     """
-    specs = sorted(set(specs))
+    specs = sorted(set(specs), reverse=True)  # the slow ones, prefill_sm90, first
     sources, nvcc, manifest = find_sources(), find_nvcc(), _read_manifest(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for spec in specs:
         if spec.kind == "prefill_sm90" and arch != "9.0a":
             raise InvalidInputError(f"build: module {spec.name} needs arch 9.0a, got {arch!r}.")
-        key, file = module_key(spec, arch, sources.version), directory / f"{spec.name}.so"
-        entry = manifest["modules"].get(spec.name)
-        if entry and entry["key"] == key and file.is_file() and entry["sha256"] == sha256(file):
-            continue
-        start = time.monotonic()
-        _compile(spec, sources, nvcc, arch, directory / "generated" / spec.name, file, jobs or os.cpu_count() or 1)
-        entry = {"key": key, "sha256": sha256(file), "spec": dataclasses.asdict(spec)}
-        manifest["modules"][spec.name] = entry
-        manifest.update(arch=arch, flashinfer=sources.version, schema=1)
-        (directory / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
-        progress(f"{spec.name}: {time.monotonic() - start:.0f} s, {file.stat().st_size >> 10} KiB")
+    missing = {
+        spec: key
+        for spec in specs
+        if (key := module_key(spec, arch, sources.version)) != _built(manifest, spec, directory)
+    }
+    start = time.monotonic()
+    # All modules' files go through one queue; a module is linked, and recorded, as soon as its own are compiled.
+    with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        pending = {
+            spec: _compile(pool, spec, sources, nvcc, arch, directory / "generated" / spec.name) for spec in missing
+        }
+        try:
+            for spec, objects in pending.items():
+                file = directory / f"{spec.name}.so"
+                _link(nvcc, spec, [o.result() for o in objects], file)
+                manifest["modules"][spec.name] = {
+                    "key": missing[spec],
+                    "sha256": sha256(file),
+                    "spec": dataclasses.asdict(spec),
+                }
+                manifest.update(arch=arch, flashinfer=sources.version, schema=1)
+                (directory / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+                progress(f"{spec.name}: {file.stat().st_size >> 10} KiB, after {time.monotonic() - start:.0f} s")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     shutil.rmtree(directory / "generated", ignore_errors=True)
     return directory
+
+
+def _built(manifest: dict, spec: ModuleSpec, directory: pathlib.Path) -> str | None:
+    """The key that the module in `directory` was built with, if its bytes are those of the manifest."""
+    entry, file = manifest["modules"].get(spec.name), directory / f"{spec.name}.so"
+    return entry["key"] if entry and file.is_file() and entry["sha256"] == sha256(file) else None
 
 
 def module_key(spec: ModuleSpec, arch: str, version: str) -> str:
@@ -232,41 +254,34 @@ def _includes(sources: Sources, where: pathlib.Path) -> list[str]:
 
 
 def _compile(
-    spec: ModuleSpec, sources: Sources, nvcc: str, arch: str, where: pathlib.Path, target: pathlib.Path, jobs: int
-) -> None:
+    pool: concurrent.futures.Executor,
+    spec: ModuleSpec,
+    sources: Sources,
+    nvcc: str,
+    arch: str,
+    where: pathlib.Path,
+) -> list[concurrent.futures.Future[str]]:
+    """Queue the module's files; each future is the path of an object."""
     code = arch.replace(".", "")
-    command = [nvcc, *_FLAGS, f"-gencode=arch=compute_{code},code=sm_{code}"]
-    pending, running, objects = _generate(spec, sources, where), [], []
-    # -I of the module's own folder first: FlashInfer's .cu files include "batch_..._config.inc" from there.
-    includes = _includes(sources, where)
-    while pending or running:
-        while pending and len(running) < jobs:
-            source = pending.pop(0)
-            obj = where / f"{source.stem}.o"
-            objects.append(str(obj))
-            full = [*command, *includes, "-c", str(source), "-o", str(obj)]
-            running.append(
-                (source, subprocess.Popen(full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-            )
-        source, process = running.pop(0)
-        output, _ = process.communicate()
-        if process.returncode:
-            for _, other in running:
-                other.kill()
-            raise BackendUnavailableError(f"nvcc failed on {source.name} of module {spec.name}:\n{output[-6000:]}")
+    generated = _generate(spec, sources, where)
+    # The module's own folder first: FlashInfer's .cu files include "batch_..._config.inc" from there.
+    command = [nvcc, *_FLAGS, f"-gencode=arch=compute_{code},code=sm_{code}", *_includes(sources, where)]
+
+    def compile_one(source: pathlib.Path) -> str:
+        target = str(where / f"{source.stem}.o")
+        done = subprocess.run([*command, "-c", str(source), "-o", target], capture_output=True, text=True)
+        if done.returncode:
+            text = (done.stdout + done.stderr)[-6000:]
+            raise BackendUnavailableError(f"nvcc failed on {source.name} of module {spec.name}:\n{text}")
+        return target
+
+    return [pool.submit(compile_one, source) for source in generated]
+
+
+def _link(nvcc: str, spec: ModuleSpec, objects: list[str], target: pathlib.Path) -> None:
     # The host functions for ragged batches refer to kernels that are not built; gc-sections drops them.
-    link = [
-        nvcc,
-        "-shared",
-        "-cudart=shared",
-        *objects,
-        "-Xlinker",
-        "--gc-sections",
-        "-Xlinker",
-        "-s",
-        "-o",
-        str(target),
-    ]
+    strip = ["-Xlinker", "--gc-sections", "-Xlinker", "-s"]
+    link = [nvcc, "-shared", "-cudart=shared", *objects, *strip, "-o", str(target)]
     done = subprocess.run(link, capture_output=True, text=True)
     if done.returncode:
         raise BackendUnavailableError(f"linking module {spec.name} failed:\n{done.stderr[-4000:]}")
