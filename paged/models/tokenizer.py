@@ -71,9 +71,21 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Bytes that are no UTF-8 become U+FFFD. Raises `InvalidInputError` for unknown ids."""
+        """Text of token ids. Bytes that are no UTF-8 become U+FFFD; an id without a token (a padded vocabulary has
+        some) gives nothing. Raises `InvalidInputError` for what is no id at all."""
         ids = [check_int("Tokenizer.decode", "tokens", t, minimum=0, maximum=2**31 - 1) for t in tokens]
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def has_text(self, token: int, *, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` looks at this id, rather than pass over it as special or unknown."""
+        if self._backend.id_to_token(token) is None:
+            return False
+        return not (skip_special_tokens and token in self._special)
+
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its own spelling, special tokens included, or None."""
@@ -96,13 +108,16 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool):
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
-        # Text is decoded over a sliding window: a character has at most four bytes, so its tokens are all in it, and
-        # what a decoder strips or joins at the start of a text lies in a part that was handed out before.
+        self._has_text = functools.partial(tokenizer.has_text, skip_special_tokens=skip_special_tokens)
+        # Text is decoded over a sliding window of ids that have text: a character has at most four bytes, so its ids
+        # are all in it, and what a decoder strips or joins at the start of a text was handed out before.
         self._window: list[int] = []
         self._given = 0
 
     def push(self, token: int) -> str:
         """The text that became certain with this token; may be empty."""
+        if not self._has_text(token):
+            return ""
         self._window.append(token)
         piece = self._take(self._certain())
         if len(self._window) > _WINDOW:

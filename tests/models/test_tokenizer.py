@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_checkpoints import LETTERS, MERGES, SPECIALS, TOKENS
 
@@ -35,7 +35,9 @@ def test_text_comes_back(text):
     assert TINY.decode(TINY.encode(text), skip_special_tokens=False) == text
 
 
-@given(st.lists(st.integers(0, TINY.vocab_size - 1), max_size=60))
+@given(st.lists(st.integers(0, TINY.vocab_size + 3) | st.integers(0, 2), max_size=60))
+@example([97, *[0] * 20, 97])
+@example([97, *[500] * 20])
 @settings(deadline=None)
 def test_streamed_pieces_join_to_the_decoded_text(tokens):
     """Whatever the tokens are: broken bytes and special tokens included."""
