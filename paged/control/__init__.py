@@ -9,8 +9,9 @@ from paged.control.ladders import ShapeLadders as ShapeLadders
 from paged.control.page_map import Handle as Handle
 from paged.control.page_map import PageMap as PageMap
 from paged.control.plane import ControlPlane as ControlPlane
-from paged.control.plane import Reservation as Reservation
+from paged.control.prefix_index import PrefixIndex as PrefixIndex
 from paged.control.requests import Result as Result
+from paged.control.reserve import Reservation as Reservation
 from paged.control.runner_protocol import RequestId as RequestId
 from paged.control.runner_protocol import Step as Step
 from paged.control.runner_protocol import StepRunner as StepRunner

@@ -10,30 +10,42 @@ from paged.common.errors import InternalError
 from paged.common.page_table import pages_for
 from paged.control.allocator import PageAllocator
 from paged.control.copies import PendingCopy
-from paged.control.fence import RetirementFence
+from paged.control.ledger import PageLedger
 from paged.control.page_map import PageMap
 
 
-def live_pages(page_map: PageMap, copies: Mapping[int, PendingCopy]) -> int:
-    """Distinct pages that open requests list or wait to copy into."""
-    listed = np.arange(page_map.max_pages) < page_map.counts[:, None]
-    return np.unique(page_map.pages[listed]).shape[0] + len(copies)
+def live_pages(page_map: PageMap, copies: Mapping[int, PendingCopy], num_pages: int) -> np.ndarray:
+    """(num_pages,) bool: pages that open requests list or wait to copy into."""
+    live = page_map.holders(num_pages) > 0
+    live[[copy.target for copy in copies.values()]] = True
+    return live
+
+
+def retained_pages(ledger: PageLedger, live: np.ndarray) -> int:
+    """Pages that the index holds and no open request does."""
+    return 0 if ledger.prefixes is None else int(np.count_nonzero(ledger.prefixes.held & ~live))
 
 
 def verify(
-    allocator: PageAllocator,
+    ledger: PageLedger,
     page_map: PageMap,
-    fence: RetirementFence,
     lengths: np.ndarray,
     copies: Mapping[int, PendingCopy],
     tokens_per_page: int,
 ) -> None:
     """Raise `InternalError` naming the first page or row in which two parts disagree."""
+    allocator = ledger.allocator
     allocator.verify()
     page_map.verify()
-    fence.verify()
+    ledger.fence.verify()
     _verify_rows(allocator, page_map, lengths, tokens_per_page)
-    holders = page_map.holders(allocator.num_pages) + fence.pending
+    holders = page_map.holders(allocator.num_pages) + ledger.fence.pending
+    if ledger.prefixes is not None:
+        ledger.prefixes.verify()
+        holders += ledger.prefixes.held
+        dirty = ledger.prefixes.held & allocator.dirty
+        if dirty.any():
+            raise InternalError(f"ControlPlane: page {int(np.argmax(dirty))} is published and dirty.")
     for row, copy in copies.items():
         holders[copy.target] += 1
         _verify_copy(allocator, page_map, int(lengths[row]) % tokens_per_page, row, copy)

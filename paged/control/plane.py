@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from paged.common.checks import check_int, show
-from paged.common.errors import DirtyPageError, InvalidInputError, StaleHandleError, UseAfterFreeError
+from paged.common.errors import InvalidInputError, StaleHandleError
 from paged.common.layout import StorageLayout
+from paged.common.namespace import CacheNamespace
 from paged.common.page_table import PageTable, pages_for
 from paged.control import audit
-from paged.control.allocator import PageAllocator
 from paged.control.batch import Batch, Slice, SliceReader
-from paged.control.copies import CopyLedger, PendingCopy
-from paged.control.fence import RetirementFence
+from paged.control.ledger import PageLedger, PagesCallback
 from paged.control.page_map import Handle, PageMap
+from paged.control.prefix_index import PrefixIndex, token_ids
+from paged.control.reserve import Reservation, Reserver
 from paged.control.shapes import FixedShape, Shapes
 from paged.control.table import build_table, exact_shape
 
-PagesCallback = Callable[[np.ndarray], object]
 CopyCallback = Callable[[np.ndarray, np.ndarray], object]
-
-
-class Reservation(NamedTuple):
-    """What must be overwritten before a step may be built: int32 page ids of one layer.
-
-    `dirty` pages want a scrub; page copy_source[i] wants to be copied whole to copy_target[i], which needs no scrub.
-    Confirm `dirty` and `copy_target` afterwards.
-    """
-
-    dirty: np.ndarray
-    copy_source: np.ndarray
-    copy_target: np.ndarray
 
 
 class ControlPlane:
@@ -43,6 +30,7 @@ class ControlPlane:
     - `max_requests`: requests that can be open at once.
     - `max_pages_per_request`: widest request; by default all usable pages.
     - `shapes`: policy that pads the tables (`FixedShape`, `ShapeLadders`); None pads nothing.
+    - `prefixes`: index of published prefixes over the same layout; None, the default, shares no prefix.
     - `poison_freed`: called with the page ids (int32) that became free, each time some do; for debugging, to fill them
       with NaN. It never sees a page that somebody still holds or that a step in flight may touch.
 
@@ -58,6 +46,7 @@ class ControlPlane:
         max_requests: int,
         max_pages_per_request: int | None = None,
         shapes: Shapes | None = None,
+        prefixes: PrefixIndex | None = None,
         poison_freed: PagesCallback | None = None,
     ):
         if not isinstance(layout, StorageLayout):
@@ -68,17 +57,16 @@ class ControlPlane:
             )
         if poison_freed is not None:
             _check_callable("ControlPlane.poison_freed", poison_freed)
+        if prefixes is not None:
+            _check_index(prefixes, layout)
         self.layout = layout
         self.shapes = shapes
-        self.poison_freed = poison_freed
         width = layout.usable_pages if max_pages_per_request is None else max_pages_per_request
         self._map = PageMap(max_requests, width)
         self._lengths = np.zeros(self._map.max_requests, np.int64)
-        self._allocator = PageAllocator(layout.num_pages)
-        self._fence = RetirementFence(layout.num_pages)
+        self._ledger = PageLedger(layout.num_pages, prefixes, poison_freed)
         self._reader = SliceReader(self._map, self._lengths, layout.tokens_per_page, self.capacity_tokens)
-        self._copies = CopyLedger()
-        self._last_owner = np.full((2, layout.num_pages), -1, np.int64)  # row and epoch; for messages only
+        self._reserver = Reserver(self._ledger, self._map, layout.tokens_per_page)
 
     @property
     def max_requests(self) -> int:
@@ -97,22 +85,33 @@ class ControlPlane:
 
     @property
     def available_pages(self) -> int:
-        """Pages that `reserve` can hand out now."""
-        return self._allocator.num_free
+        """Pages that `reserve` can hand out now: free ones, and published ones that it may evict."""
+        return self._ledger.num_available
 
     @property
     def held_pages(self) -> int:
         """Pages that are not free, whoever holds them."""
-        return self._allocator.num_allocated
+        return self._ledger.allocator.num_allocated
 
     @property
     def pending_pages(self) -> int:
         """Pages that nobody wants any more but a step in flight may touch; they become free as steps retire."""
-        return self._fence.num_pending
+        return self._ledger.fence.num_pending
+
+    def retained_pages(self) -> int:
+        """Published pages that no open request holds."""
+        return audit.retained_pages(self._ledger, self._live())
 
     def leaked_pages(self) -> int:
-        """Held pages that are neither live nor pending: 0, always (requirement C8)."""
-        return self.held_pages - audit.live_pages(self._map, self._copies.pending) - self.pending_pages
+        """Held pages that are neither live nor retained nor pending: 0, always (requirement C8)."""
+        live = self._live()
+        retained = audit.retained_pages(self._ledger, live)
+        return self.held_pages - int(np.count_nonzero(live)) - retained - self.pending_pages
+
+    @property
+    def prefixes(self) -> PrefixIndex | None:
+        """The index of published prefixes, to look at; None if the plane has none."""
+        return self._ledger.prefixes
 
     def open(self) -> Handle | None:
         """A handle for a new request of length 0 that holds no page, or None if every row is taken."""
@@ -128,15 +127,15 @@ class ControlPlane:
 
     def pages_needed(self, slices: Sequence[Slice]) -> int:
         """Pages that `reserve(slices)` would take, copies of shared pages included."""
-        return self._demand(self._read(slices)).total
+        return self._reserver.demand(self._read(slices)).total
 
     def fits(self, request: int | Sequence[Slice]) -> bool:
         """Whether a new request of that many tokens, or these slices, could be reserved now (scenario H11)."""
         if isinstance(request, (int, np.integer)):
             tokens = check_int("ControlPlane.fits", "request", request, minimum=0)
             pages = pages_for(tokens, self.layout.tokens_per_page)
-            return tokens <= self.capacity_tokens and self._has(pages)
-        return self._has(self.pages_needed(request))
+            return tokens <= self.capacity_tokens and self._ledger.has(pages)
+        return self._ledger.has(self.pages_needed(request))
 
     def prepare(
         self, slices: Sequence[Slice], scrub: PagesCallback, copy: CopyCallback | None = None
@@ -156,7 +155,7 @@ class ControlPlane:
             _check_callable("ControlPlane.prepare.copy", copy)
         batch = self._read(slices)
         shapes = self._shapes(batch)
-        reservation = self._reserve(batch, may_copy=copy is not None)
+        reservation = self._reserver.reserve(batch, may_copy=copy is not None)
         if reservation is None:
             return None
         if reservation.dirty.shape[0]:
@@ -175,18 +174,14 @@ class ControlPlane:
         """
         batch = self._read(slices)
         self._shapes(batch)
-        return self._reserve(batch, may_copy=True)
+        return self._reserver.reserve(batch, may_copy=True)
 
     def confirm(self, pages: np.ndarray | list[int]) -> None:
         """The caller has overwritten these pages: scrubbed, or copied to. Copies become the request's own page.
 
         Raises `UseAfterFreeError` naming a page that nobody holds.
         """
-        self._allocator.confirm(pages)
-        if self._copies.pending:
-            for row, copy in self._copies.take_confirmed(pages):
-                self._map.replace(row, copy.number, copy.target)
-                self._let_go(np.array([copy.source]), row)
+        self._reserver.confirm(pages)
 
     def build(self, slices: Sequence[Slice]) -> PageTable:
         """The page table of a reserved step; each request's length grows by its slice's tokens.
@@ -214,7 +209,7 @@ class ControlPlane:
         if child is None:
             return None
         pages = self._map.pages[row, : pages_for(int(self._lengths[row]), self.layout.tokens_per_page)]
-        self._allocator.share(pages)
+        self._ledger.allocator.share(pages)
         self._map.extend(np.array([child.row]), np.array([pages.shape[0]]), pages)
         self._lengths[child.row] = self._lengths[row]
         return child
@@ -227,10 +222,10 @@ class ControlPlane:
         row = self._map.row(handle)
         length = check_int("ControlPlane.truncate", "length", length, minimum=0, maximum=int(self._lengths[row]))
         keep = pages_for(length, self.layout.tokens_per_page)
-        dropped = self._copies.drop(row, keep)
+        dropped = self._reserver.copies.drop(row, keep)
         removed = self._map.shrink(row, keep)
         self._lengths[row] = length
-        return self._let_go(np.concatenate([removed, dropped]), row)
+        return self._ledger.let_go(np.concatenate([removed, dropped]), row, handle.epoch)
 
     def release(self, handle: Handle) -> np.ndarray:
         """Close a request, finished or aborted at any point; returns the pages (int32) that this actually freed.
@@ -242,10 +237,10 @@ class ControlPlane:
             row = self._map.row(handle)
         except StaleHandleError as error:
             raise self._released_before(handle, error) from None
-        dropped = self._copies.drop(row, 0)
+        dropped = self._reserver.copies.drop(row, 0)
         removed = self._map.close(handle)
         self._lengths[row] = 0
-        return self._let_go(np.concatenate([removed, dropped]), row, handle.epoch)
+        return self._ledger.let_go(np.concatenate([removed, dropped]), row, handle.epoch)
 
     def dispatch(self, table: PageTable) -> int:
         """Number of the step that runs over `table`; until it retires, none of the table's pages is freed.
@@ -259,20 +254,71 @@ class ControlPlane:
             raise InvalidInputError(
                 f"dispatch: table over {table.num_pages} pages, the pool has {self.layout.num_pages}."
             )
-        gone = ~self._allocator.allocated[pages]
-        if gone.any():
-            raise UseAfterFreeError(f"dispatch: page {pages[np.argmax(gone)]} was freed since the table was built.")
-        return self._fence.dispatch(pages)
+        return self._ledger.dispatch(pages)
 
     def retire(self, step: int) -> np.ndarray:
         """Step `step` and all before it are done; returns the pages (int32) freed now. Steps retire in order."""
-        pages = self._fence.retire(step)
-        return self._freed(self._allocator.free(pages)) if pages.shape[0] else pages
+        return self._ledger.retire(step)
+
+    def cached_tokens(self, namespace: CacheNamespace, tokens: Sequence[int] | np.ndarray) -> int:
+        """Prompt tokens that `attach` would take from the index now; holds nothing, so it may be fewer later."""
+        prefixes = self._index("cached_tokens")
+        return prefixes.match(namespace, tokens).shape[0] * self.layout.tokens_per_page
+
+    def attach(self, handle: Handle, namespace: CacheNamespace, tokens: Sequence[int] | np.ndarray) -> int:
+        """Give a fresh request the published pages of its prompt's longest prefix; returns its length, in tokens.
+
+        Whole pages only, at most (len(tokens) − 1) // tokens_per_page, so that a token is left to compute. The pages
+        are held from now on: no eviction can take them (scenario C3). Raises `InvalidInputError` if the request has
+        tokens or pages already, or if the plane has no index.
+        """
+        prefixes = self._index("attach")
+        row = self._map.row(handle)
+        if self._lengths[row] or self._map.counts[row]:
+            raise InvalidInputError(
+                f"ControlPlane.attach: row {row} has {self._lengths[row]} tokens and {self._map.counts[row]} pages. "
+                f"Attach a prefix right after open."
+            )
+        pages = prefixes.match(namespace, tokens)[: self.capacity_tokens // self.layout.tokens_per_page]
+        prefixes.touch(pages)
+        self._ledger.allocator.share(pages)
+        self._map.extend(np.array([row]), np.array([pages.shape[0]]), pages)
+        self._lengths[row] = pages.shape[0] * self.layout.tokens_per_page
+        return int(self._lengths[row])
+
+    def publish(self, handle: Handle, namespace: CacheNamespace, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Let others attach to the whole pages of these tokens, the first of the request; returns the pages adopted.
+
+        `tokens` are those in the cache, so at most the request's length; tokens that may yet be truncated are better
+        left out. `release` then frees exactly what was not adopted (scenario C10). Raises `InvalidInputError` if there
+        are more tokens than cached ones, or if the plane has no index.
+        """
+        self._index("publish")
+        row, cached = self._map.row(handle), self.length(handle)
+        ids = token_ids("ControlPlane.publish", tokens)
+        if ids.shape[0] > cached:
+            raise InvalidInputError(
+                f"ControlPlane.publish.tokens has {ids.shape[0]} tokens, the request of row {row} has {cached} in the "
+                f"cache. Publish cached tokens only."
+            )
+        return self._ledger.adopt(namespace, ids, self._map.pages[row])
+
+    def forget_prefixes(self) -> np.ndarray:
+        """Empty the index, as after a change of weights or before a measurement; returns the pages (int32) freed."""
+        self._index("forget_prefixes")
+        return self._ledger.forget_prefixes()
 
     def verify(self) -> None:
-        """Prove that bitmap, counts, map, fence and lengths agree; raises `InternalError` (requirement C9)."""
-        copies = self._copies.pending
-        audit.verify(self._allocator, self._map, self._fence, self._lengths, copies, self.layout.tokens_per_page)
+        """Prove that bitmap, counts, map, index, fence and lengths agree; raises `InternalError` (requirement C9)."""
+        audit.verify(self._ledger, self._map, self._lengths, self._reserver.copies.pending, self.layout.tokens_per_page)
+
+    def _index(self, method: str) -> PrefixIndex:
+        if self._ledger.prefixes is None:
+            raise InvalidInputError(f"ControlPlane.{method}: there is no prefix index. Construct with prefixes=.")
+        return self._ledger.prefixes
+
+    def _live(self) -> np.ndarray:
+        return audit.live_pages(self._map, self._reserver.copies.pending, self.layout.num_pages)
 
     def _read(self, slices: Sequence[Slice]) -> Batch:
         return self._reader.read(slices)
@@ -282,113 +328,17 @@ class ControlPlane:
         exact = exact_shape(batch)
         return exact, exact if self.shapes is None else self.shapes.shape_for(exact)
 
-    def _has(self, num_pages: int) -> bool:
-        return num_pages <= self.available_pages
-
-    def _demand(self, batch: Batch) -> _Demand:
-        """What a batch takes from the pool. The only place that decides it, for asking and for taking alike."""
-        grow = np.maximum(batch.need - self._map.counts[batch.rows], 0)
-        # Only the page that the first token lands in can be shared: later ones hold no token yet.
-        first = self._map.pages[batch.rows, batch.first_pages]
-        references = self._allocator.reference_counts
-        shared = references[first] > 1
-        copies = self._copies.wanted(batch, first, shared, references) if shared.any() else []
-        return _Demand(grow, copies, int(grow.sum()) + len(copies))
-
-    def _reserve(self, batch: Batch, *, may_copy: bool) -> Reservation | None:
-        demand = self._demand(batch)
-        if not may_copy:
-            sources = [source for _, _, source in demand.copies] + [c.source for c in self._copies_before(batch)]
-            if sources:
-                raise InvalidInputError(
-                    f"ControlPlane.prepare: the batch writes into page {sources[0]}, which a fork shares, and no copy "
-                    f"callable was given. Pass copy=."
-                )
-        if not self._has(demand.total):
-            return None
-        if demand.total:
-            pages = self._allocator.allocate(demand.total)
-            assert pages is not None, "available_pages and the allocator disagree"
-            split = demand.total - len(demand.copies)
-            if split:
-                self._map.extend(batch.rows, demand.grow, pages[:split])
-            if demand.copies:
-                self._allocator.taint(pages[split:])
-                self._copies.add(demand.copies, pages[split:])
-        return self._unready(batch)
-
-    def _unready(self, batch: Batch) -> Reservation:
-        """Pages that the caller still has to overwrite before this batch is built."""
-        dirty = source = target = _NO_PAGES
-        if self._allocator.num_unconfirmed:
-            filled = pages_for(batch.starts, self.layout.tokens_per_page)
-            dirty = self._allocator.dirty_among(self._map.gather(batch.rows, filled, batch.need))
-        if copies := self._copies_before(batch):
-            source = np.array([copy.source for copy in copies], np.int32)
-            target = np.array([copy.target for copy in copies], np.int32)
-        return Reservation(dirty, source, target)
-
-    def _copies_before(self, batch: Batch) -> list[PendingCopy]:
-        if not self._copies.pending:
-            return []
-        return self._copies.before(batch.rows, self._map.pages[batch.rows, batch.first_pages])
-
     def _build(self, batch: Batch, exact: FixedShape, shape: FixedShape) -> PageTable:
-        self._refuse_unready(batch)
+        self._reserver.refuse_unready(batch)
         table = build_table(batch, self._map, self.layout, exact, shape)
         self._lengths[batch.rows] = batch.ends
         return table
 
-    def _refuse_unready(self, batch: Batch) -> None:
-        if self._allocator.num_unconfirmed:
-            listed = self._map.gather(batch.rows, 0, batch.need)
-            dirty = self._allocator.dirty_among(listed)
-            if dirty.shape[0]:
-                raise DirtyPageError(
-                    f"page {dirty[0]} is dirty: {self._freed_by(int(dirty[0]))} and it was not confirmed overwritten "
-                    f"since ({dirty.shape[0]} such pages). Scrub them, call confirm with them, then build."
-                )
-        first = self._map.pages[batch.rows, batch.first_pages]
-        shared = first[self._allocator.reference_counts[first] > 1].tolist()
-        shared += [copy.source for copy in self._copies_before(batch)]
-        if shared:
-            raise DirtyPageError(
-                f"page {shared[0]} is shared and the batch would write into it. "
-                f"Make the copies that reserve lists, call confirm with their targets, then build."
-            )
-
-    def _let_go(self, pages: np.ndarray, row: int, epoch: int | None = None) -> np.ndarray:
-        """Drop one holder of each page, at once or, for the last holder of a page in flight, when its step retires."""
-        if not pages.shape[0]:
-            return _NO_PAGES
-        self._last_owner[0, pages] = row
-        self._last_owner[1, pages] = self._map.open_epochs[row] if epoch is None else epoch
-        wait = self._fence.in_flight(pages) & (self._allocator.reference_counts[pages] == 1)
-        self._fence.hold(pages[wait])
-        return self._freed(self._allocator.free(pages[~wait]))
-
-    def _freed(self, pages: np.ndarray) -> np.ndarray:
-        if pages.shape[0] and self.poison_freed is not None:
-            self.poison_freed(pages)
-        return pages
-
-    def _freed_by(self, page: int) -> str:
-        row, epoch = self._last_owner[:, page].tolist()
-        return f"the request of row {row}, epoch {epoch} let go of it"
-
     def _released_before(self, handle: Handle, error: StaleHandleError) -> StaleHandleError:
         if not isinstance(handle, Handle):
             return error
-        let_go = np.flatnonzero((self._last_owner == [[handle.row], [handle.epoch]]).all(axis=0))
-        return StaleHandleError(f"{error} The pages it let go of: {let_go[:8].tolist()}.") if let_go.size else error
-
-
-class _Demand(NamedTuple):
-    """Pages that a batch takes: `grow` (rows,) new ones for each row, `copies` as (row, page number, source)."""
-
-    grow: np.ndarray
-    copies: list[tuple[int, int, int]]
-    total: int
+        pages = self._ledger.let_go_by(handle.row, handle.epoch)
+        return StaleHandleError(f"{error} The pages it let go of: {pages[:8]}.") if pages else error
 
 
 def _check_callable(name: str, value: object) -> None:
@@ -396,4 +346,12 @@ def _check_callable(name: str, value: object) -> None:
         raise InvalidInputError(f"{name} must be callable with page ids, got {show(value)}.")
 
 
-_NO_PAGES = np.zeros(0, np.int32)
+def _check_index(prefixes: object, layout: StorageLayout) -> None:
+    if not isinstance(prefixes, PrefixIndex):
+        raise InvalidInputError(f"ControlPlane.prefixes must be a PrefixIndex or None, got {show(prefixes)}.")
+    have, want = (prefixes.num_pages, prefixes.tokens_per_page), (layout.num_pages, layout.tokens_per_page)
+    if have != want or len(prefixes):
+        raise InvalidInputError(
+            f"ControlPlane.prefixes is over {have[0]} pages of {have[1]} tokens, {len(prefixes)} of them published; "
+            f"the layout has {want[0]} of {want[1]}. Pass a new PrefixIndex(layout)."
+        )

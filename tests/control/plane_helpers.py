@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paged.common import PageTable, StorageLayout
+from paged.common import CacheNamespace, PageTable, StorageLayout
 from paged.control import ControlPlane, Handle, Slice
 
 ARRAYS = ("query_offsets", "page_offsets", "page_ids", "last_page_len", "kv_lens", "write_slots")
@@ -19,6 +19,10 @@ def make_layout(num_pages: int = 13, tokens_per_page: int = 4) -> StorageLayout:
 
 def make_plane(num_pages: int = 13, tokens_per_page: int = 4, **kwargs) -> ControlPlane:
     return ControlPlane(make_layout(num_pages, tokens_per_page), **{"max_requests": 4, **kwargs})
+
+
+def make_namespace(**fields) -> CacheNamespace:
+    return CacheNamespace(**{"weights": "w", "revision": 1, "tokenizer": "t", "kv_dtype": "bfloat16", **fields})
 
 
 def open_with(plane: ControlPlane, num_tokens: int) -> Handle:

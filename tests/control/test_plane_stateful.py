@@ -1,197 +1,131 @@
-"""Every operation in random order against a model of dicts and sets, with `verify` after each (requirement C9).
-
-The model knows requests, the pages they hold, who shares which page, and the value of every cached token; a page is an
-object with a set of holders. It predicts what is freed, what backpressure says, and what each request reads back.
-"""
+"""Every operation in random order against a model of dicts and sets, with `verify` after each (requirement C9)."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
-from plane_helpers import POISONED, SCRUBBED, FakePool, checked, make_plane, snapshot
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from plane_helpers import FakePool, checked, make_layout, make_namespace, make_plane, snapshot
+from plane_model import Batch, Page, PlaneModel, Request
 
-from paged.common import DirtyPageError, InvalidInputError, PagedError, StaleHandleError
-from paged.control import Handle, Slice
+from paged.common import DirtyPageError, InvalidInputError, StaleHandleError, UseAfterFreeError
+from paged.control import Handle, PrefixIndex, Slice
 
 SIZE, NUM_PAGES, ROWS = 3, 12, 4
-
-
-@dataclasses.dataclass(eq=False)
-class Page:
-    """One page of the model; `holders` are request ids, or "flight" while only steps in flight keep it."""
-
-    holders: set[object] = dataclasses.field(default_factory=set)
-    steps: set[int] = dataclasses.field(default_factory=set)
-    ready: bool = True
-
-
-@dataclasses.dataclass
-class Request:
-    """One open request of the model."""
-
-    handle: Handle
-    values: list[int] = dataclasses.field(default_factory=list)
-    pages: list[Page] = dataclasses.field(default_factory=list)
-    copy: tuple[int, Page] | None = None
-
-    @property
-    def filled(self) -> int:
-        return -(-len(self.values) // SIZE)
+SPACE = make_namespace()
+COUNTS = st.sampled_from([4, 1, 2, 7, 1, 12])
+TOKEN = st.sampled_from([0, 0, 0, 1])  # one for a whole slice, so that requests often begin alike
+PROMPTS = st.sampled_from([[0] * 7, [0] * 9, [0] * 12, [0] * 6 + [1] * 4, [1] * 8])
 
 
 class PlaneMachine(RuleBasedStateMachine):
-    handles = Bundle("handles")
-
     def __init__(self) -> None:
         super().__init__()
         self.freed: list[int] = []
         self.plane = make_plane(
-            num_pages=NUM_PAGES, tokens_per_page=SIZE, max_requests=ROWS, poison_freed=self.on_freed
+            NUM_PAGES,
+            SIZE,
+            max_requests=ROWS,
+            prefixes=PrefixIndex(make_layout(NUM_PAGES, SIZE)),
+            poison_freed=self.on_freed,
         )
         self.pool = FakePool(self.plane)
-        self.requests: dict[Handle, Request] = {}
-        self.waiting: set[Page] = set()  # nobody's, but in flight
-        self.clean = NUM_PAGES - 1  # pages that were never used go first
-        self.next_value = 1
+        self.model = PlaneModel(NUM_PAGES, SIZE)
+        self.closed: list[Handle] = []
         self.in_flight: list[int] = []
         self.table = None
+        self.tabled: set[Page] = set()
 
     def on_freed(self, pages: np.ndarray) -> None:
         self.freed += pages.tolist()
         self.pool.poison(pages)
 
-    # What the model predicts.
+    def request(self, data: st.DataObject) -> Request:
+        return self.model.requests[data.draw(st.sampled_from(sorted(self.model.requests, key=repr)))]
 
-    def held(self) -> set[Page]:
-        out = set(self.waiting)
-        for request in self.requests.values():
-            out |= set(request.pages) | ({request.copy[1]} if request.copy else set())
-        return out
+    def batch(self, data: st.DataObject) -> Batch:
+        handles = data.draw(st.lists(st.sampled_from(sorted(self.model.requests, key=repr)), min_size=1, unique=True))
+        batch = [(self.model.requests[h], data.draw(COUNTS)) for h in handles]
+        return [(r, min(n, self.plane.capacity_tokens - len(r.tokens))) for r, n in batch if self.has_room(r)]
 
-    def free(self) -> int:
-        return NUM_PAGES - 1 - len(self.held())
+    def has_room(self, request: Request) -> bool:
+        return len(request.tokens) < self.plane.capacity_tokens
 
-    def wants(self, batch: list[tuple[Request, int]]) -> tuple[int, list[Request]]:
-        """New pages, and requests that need a copy first."""
-        grow = sum(max(0, -(-(len(r.values) + n) // SIZE) - len(r.pages)) for r, n in batch)
-        leaving = {id(r) for r in self.requests.values() if r.copy}
-        copies = []
-        for request, _ in batch:
-            if len(request.values) % SIZE and not request.copy:
-                page = request.pages[len(request.values) // SIZE]
-                others = [r for r in self.requests.values() if page in r.pages and id(r) not in leaving]
-                if len(others) > 1:
-                    copies.append(request)
-                    leaving.add(id(request))
-        return grow, copies
-
-    def drop(self, request: Request, pages: list[Page]) -> None:
-        for page in pages:
-            page.holders.discard(request.handle)
-            if not page.holders and page.steps:
-                self.waiting.add(page)
-
-    def pick(self, data: st.DataObject) -> list[tuple[Request, int]]:
-        chosen = data.draw(st.lists(st.sampled_from(sorted(self.requests, key=repr)), unique=True, max_size=ROWS))
-        return [(self.requests[h], data.draw(st.sampled_from([1, 1, 1, 2, 4, 7]))) for h in chosen]
-
-    def take(self, batch: list[tuple[Request, int]]) -> None:
-        """What a successful reservation does to the model."""
-        _, copies = self.wants(batch)
-        for request, n in batch:
-            while len(request.pages) * SIZE < len(request.values) + n:
-                request.pages.append(Page({request.handle}))
-        for request in copies:
-            request.copy = (len(request.values) // SIZE, Page({request.handle}))
-
-    def copies_before(self, batch: list[tuple[Request, int]]) -> list[Request]:
-        """Requests whose copy must be made first: those that write, and those that a writer would write over."""
-        written = {r.pages[len(r.values) // SIZE] for r, _ in batch if len(r.values) % SIZE}
-        writers = [id(r) for r, _ in batch]
-        return [r for r in self.requests.values() if r.copy and (id(r) in writers or r.pages[r.copy[0]] in written)]
-
-    def settle(self, request: Request) -> None:
-        """A confirmed copy takes the place of the shared page."""
-        if request.copy:
-            number, page = request.copy
-            self.drop(request, [request.pages[number]])
-            request.pages[number], request.copy = page, None
-
-    def write(self, batch: list[tuple[Request, int]], table) -> None:
+    def write(self, batch: Batch, table, tokens: list[list[int]]) -> None:
         """Run the step on the fake pool, then read every row back through its table."""
-        values = list(range(self.next_value, self.next_value + sum(n for _, n in batch)))
-        self.next_value += len(values)
-        self.pool.run(table, values)
+        contents = []
+        for (request, n), new in zip(batch, tokens):
+            request.tokens += new
+            contents += self.model.content(request.tokens)[-n:]
+        self.pool.run(table, contents)
         for i, (request, n) in enumerate(batch):
-            request.values += values[:n]
-            values = values[n:]
-            assert self.pool.read(table, i) == request.values
-            assert table.kv_lens[i] == len(request.values)
-            assert table.query_lens[i] == n
+            assert self.pool.read(table, i) == self.model.content(request.tokens)
+            assert (table.kv_lens[i], table.query_lens[i]) == (len(request.tokens), n)
         self.table = table
-        self.tabled = {page for request, _ in batch for page in request.pages[: request.filled]}
-        self.tabled_of = [request.handle for request, _ in batch]
+        self.tabled = {p for r, _ in batch for p in r.pages[: self.model.pages_for(len(r.tokens))]}
 
-    def slices(self, batch: list[tuple[Request, int]]) -> list[Slice]:
-        return [Slice(r.handle, len(r.values), n) for r, n in batch]
-
-    # What callers do.
-
-    @rule(target=handles)
-    def open(self):
-        handle = self.plane.open()
-        assert (handle is None) == (len(self.requests) == ROWS)
-        if handle is None:
-            return multiple()
-        self.requests[handle] = Request(handle)
-        return handle
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def prepare(self, data):
-        batch = self.pick(data)
-        grow, copies = self.wants(batch)
-        slices = self.slices(batch)
+    def step(self, batch: Batch, tokens: list[list[int]]) -> None:
+        """One `prepare`, and what it writes."""
+        grow, copies = self.model.wants(batch)
+        slices = self.model.slices(batch)
         assert self.plane.pages_needed(slices) == grow + len(copies)
-        fits = grow + len(copies) <= self.free()
+        fits = grow + len(copies) <= self.model.available()
         assert self.plane.fits(slices) == fits
         if not fits:
             before = snapshot(self.plane)
             assert self.plane.prepare(slices, self.pool.scrub, self.pool.copy) is None
             assert snapshot(self.plane) == before
             return
-        self.take(batch)
-        calls = len(self.pool.copied), len(self.pool.scrubbed)
-        wait = self.copies_before(batch)
+        self.model.take(batch)
+        copied, scrubbed = len(self.pool.copied), len(self.pool.scrubbed)
+        wait = self.model.copies_before(batch)
         table = checked(self.plane.prepare(slices, self.pool.scrub, self.pool.copy))
-        assert len(self.pool.copied) - calls[0] == bool(wait)
-        assert len(self.pool.scrubbed) - calls[1] <= 1
+        assert len(self.pool.copied) - copied == bool(wait)
+        assert len(self.pool.scrubbed) - scrubbed <= 1
         for request in wait:
-            self.settle(request)
-        self.write(batch, table)
+            self.model.settle(request)
+        self.write(batch, table, tokens)
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), confirm=st.booleans())
-    def by_hand(self, data, confirm):
+    @rule(prompt=PROMPTS, attach=st.booleans())
+    def arrive(self, prompt, attach):
+        """A new request, and the step that computes its prompt."""
+        assert self.plane.cached_tokens(SPACE, prompt) == len(self.model.match(prompt)) * SIZE
+        handle = self.plane.open()
+        assert (handle is None) == (len(self.model.requests) == ROWS)
+        if handle is None:
+            return
+        request = self.model.requests[handle] = Request(handle)
+        if attach:
+            self.model.attach(request, prompt)
+            assert self.plane.attach(handle, SPACE, prompt) == len(request.tokens)
+        rest = prompt[len(request.tokens) :]
+        self.step([(request, len(rest))], [rest])
+
+    @precondition(lambda self: self.model.requests)
+    @rule(data=st.data(), token=TOKEN)
+    def prepare(self, data, token):
+        batch = self.batch(data)
+        self.step(batch, [[token] * n for _, n in batch])
+
+    @precondition(lambda self: self.model.requests)
+    @rule(data=st.data(), token=TOKEN, confirm=st.booleans())
+    def step_by_step(self, data, token, confirm):
         """Reserve, and sometimes go on to overwrite, confirm and build."""
-        batch = self.pick(data)
-        grow, copies = self.wants(batch)
-        slices = self.slices(batch)
+        batch = self.batch(data)
+        grow, copies = self.model.wants(batch)
+        slices = self.model.slices(batch)
+        fits = grow + len(copies) <= self.model.available()
         reservation = self.plane.reserve(slices)
-        assert (reservation is None) == (grow + len(copies) > self.free())
+        assert (reservation is not None) == fits
         if reservation is None:
             return
-        self.take(batch)
-        wait = self.copies_before(batch)
+        self.model.take(batch)
+        wait = self.model.copies_before(batch)
         assert reservation.copy_target.shape[0] == len(wait)
         if not confirm:
-            unready = reservation.dirty.shape[0] + reservation.copy_target.shape[0]
-            if unready:
+            if reservation.dirty.shape[0] + len(wait):
                 before = snapshot(self.plane)
                 with pytest.raises(DirtyPageError):
                     self.plane.build(slices)
@@ -202,128 +136,152 @@ class PlaneMachine(RuleBasedStateMachine):
         self.pool.copy(reservation.copy_source, reservation.copy_target)
         self.plane.confirm(np.concatenate([reservation.dirty, reservation.copy_target]))
         for request in wait:
-            self.settle(request)
-        self.write(batch, checked(self.plane.build(slices)))
+            self.model.settle(request)
+        self.write(batch, checked(self.plane.build(slices)), [[token] * n for _, n in batch])
 
-    @rule(target=handles, handle=handles)
-    def fork(self, handle):
-        if handle not in self.requests:
+    @precondition(lambda self: self.model.requests)
+    @rule(data=st.data())
+    def fork(self, data):
+        parent = self.request(data)
+        child = self.plane.fork(parent.handle)
+        assert (child is None) == (len(self.model.requests) == ROWS)
+        if child:
+            shared = parent.pages[: self.model.pages_for(len(parent.tokens))]
+            for page in shared:
+                page.holders.add(child)
+            self.model.requests[child] = Request(child, list(parent.tokens), list(shared))
+
+    @precondition(lambda self: self.model.requests)
+    @rule(data=st.data(), part=st.floats(0, 1))
+    def truncate(self, data, part):
+        request = self.request(data)
+        length = int(part * len(request.tokens))
+        before = len(self.model.held())
+        freed = self.plane.truncate(request.handle, length)
+        self.model.cut(request, length)
+        assert freed.shape[0] == before - len(self.model.held())
+
+    @precondition(lambda self: self.model.requests)
+    @rule(data=st.data(), part=st.floats(0, 1))
+    def publish(self, data, part):
+        request = self.request(data)
+        self.publish_tokens(request, int(part * len(request.tokens)))
+
+    def publish_tokens(self, request: Request, length: int) -> None:
+        adopted = self.plane.publish(request.handle, SPACE, request.tokens[:length])
+        assert adopted.shape[0] == len(self.model.publish(request, length))
+
+    @precondition(lambda self: len(self.model.index) > 4)
+    @rule()
+    def forget_prefixes(self):
+        before = len(self.model.held())
+        freed = self.plane.forget_prefixes()
+        nodes, self.model.index = self.model.index, {}
+        self.model.let_go("index", [node.page for node in nodes.values()])
+        assert freed.shape[0] == before - len(self.model.held())
+
+    @precondition(lambda self: self.model.requests)
+    @rule(data=st.data(), finished=st.booleans())
+    def end(self, data, finished):
+        """Release, after publishing everything or, as after an abort, nothing."""
+        request = self.request(data)
+        if finished:
+            self.publish_tokens(request, len(request.tokens))
+        before, self.freed = len(self.model.held()), []
+        pages = self.plane.pages_of(request.handle).tolist()
+        freed = self.plane.release(request.handle).tolist()
+        copy = request.copy
+        self.model.cut(request, 0)
+        del self.model.requests[request.handle]
+        self.closed.append(request.handle)
+        assert freed == self.freed
+        assert len(freed) == before - len(self.model.held())
+        assert len(set(freed) - set(pages)) <= (copy is not None)
+
+    @precondition(lambda self: self.closed)
+    @rule(data=st.data())
+    def use_a_stale_handle(self, data):
+        handle = data.draw(st.sampled_from(self.closed))
+        before = snapshot(self.plane)
+        for use in (
+            lambda: self.plane.release(handle),
+            lambda: self.plane.fork(handle),
+            lambda: self.plane.truncate(handle, 0),
+            lambda: self.plane.publish(handle, SPACE, []),
+            lambda: self.plane.reserve([Slice(handle, 0, 1)]),
+        ):
             with pytest.raises(StaleHandleError, match=f"row {handle.row}, epoch {handle.epoch}"):
-                self.plane.fork(handle)
-            return multiple()
-        parent = self.requests[handle]
-        child = self.plane.fork(handle)
-        assert (child is None) == (len(self.requests) == ROWS)
-        if child is None:
-            return multiple()
-        shared = parent.pages[: parent.filled]
-        for page in shared:
-            page.holders.add(child)
-        self.requests[child] = Request(child, list(parent.values), list(shared))
-        return child
-
-    @rule(handle=handles, part=st.floats(0, 1))
-    def truncate(self, handle, part):
-        if handle not in self.requests:
-            with pytest.raises(StaleHandleError):
-                self.plane.truncate(handle, 0)
-            return
-        request = self.requests[handle]
-        length = int(part * len(request.values))
-        before = self.held()
-        freed = self.plane.truncate(handle, length)
-        del request.values[length:]
-        keep = request.filled
-        dropped, request.pages = request.pages[keep:], request.pages[:keep]
-        if request.copy and request.copy[0] >= keep:
-            dropped.append(request.copy[1])
-            request.copy = None
-        self.drop(request, dropped)
-        assert freed.shape[0] == len(before) - len(self.held())
-
-    @rule(handle=consumes(handles), again=st.booleans())
-    def release(self, handle, again):
-        if handle in self.requests:
-            request = self.requests.pop(handle)
-            before, self.freed = self.held() | set(request.pages), []
-            if request.copy:
-                before.add(request.copy[1])
-            expected = self.plane.pages_of(handle).tolist()
-            freed = self.plane.release(handle)
-            self.drop(request, [*request.pages, *([request.copy[1]] if request.copy else [])])
-            assert freed.tolist() == self.freed
-            assert freed.shape[0] == len(before) - len(self.held())
-            assert set(freed.tolist()) <= {*expected, *range(NUM_PAGES)}
-        if again:
-            with pytest.raises(StaleHandleError, match=f"row {handle.row}, epoch {handle.epoch}"):
-                self.plane.release(handle)
+                use()
+        for handle, gap in zip(self.model.requests, (-1, 1)):
+            with pytest.raises(InvalidInputError, match="start"):
+                self.plane.reserve([Slice(handle, self.plane.length(handle) + gap, 1)])
+        assert snapshot(self.plane) == before
 
     @precondition(lambda self: self.table is not None)
     @rule()
     def dispatch(self):
-        if not all(handle in self.requests for handle in self.tabled_of):
-            self.table = None  # a released row's pages may be someone else's by now
+        table, self.table = self.table, None
+        if not self.tabled <= self.model.held():
+            # A page was freed since. If it went to somebody else meanwhile, no bookkeeping can tell; if not, it shows.
+            if not self.plane._ledger.allocator.allocated[table.page_ids].all():
+                with pytest.raises(UseAfterFreeError, match="was freed since the table was built"):
+                    self.plane.dispatch(table)
             return
-        if not all(page.holders for page in self.tabled):
-            with pytest.raises(PagedError, match="was freed since"):
-                self.plane.dispatch(self.table)
-            self.table = None
-            return
-        number = self.plane.dispatch(self.table)
+        number = self.plane.dispatch(table)
         self.in_flight.append(number)
         for page in self.tabled:
             page.steps.add(number)
-        self.table = None
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def retire(self, data):
         number = data.draw(st.sampled_from(self.in_flight))
-        before = len(self.held())
+        before = len(self.model.held())
         freed = self.plane.retire(number)
         self.in_flight = [n for n in self.in_flight if n > number]
-        for page in self.held():
+        for page in self.model.held():
             page.steps = {n for n in page.steps if n > number}
-        self.waiting = {page for page in self.waiting if page.steps}
-        assert freed.shape[0] == before - len(self.held())
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), gap=st.sampled_from([-1, 1]))
-    def wrong_start(self, data, gap):
-        handle = data.draw(st.sampled_from(sorted(self.requests, key=repr)))
-        before = snapshot(self.plane)
-        with pytest.raises(InvalidInputError, match="start"):
-            self.plane.reserve([Slice(handle, self.plane.length(handle) + gap, 1)])
-        assert snapshot(self.plane) == before
-
-    # What is always true.
+        self.model.waiting = {page for page in self.model.waiting if page.steps}
+        assert freed.shape[0] == before - len(self.model.held())
 
     @invariant()
     def parts_agree(self):
         self.plane.verify()
+        model = self.model
         assert self.plane.leaked_pages() == 0
-        assert self.plane.held_pages == len(self.held())
-        assert self.plane.available_pages == self.free()
-        assert self.plane.pending_pages == len(self.waiting)
-        assert self.plane.num_open == len(self.requests)
+        assert self.plane.held_pages == len(model.held())
+        assert self.plane.available_pages == model.available()
+        assert self.plane.pending_pages == len(model.waiting)
+        assert self.plane.num_open == len(model.requests)
+        held = {page for r in model.requests.values() for page in [*r.pages, *([r.copy[1]] if r.copy else [])]}
+        assert self.plane.retained_pages() == len({node.page for node in model.index.values()} - held)
 
     @invariant()
     def requests_hold_what_the_model_says(self):
         real: dict[Page, int] = {}
-        for handle, request in self.requests.items():
+        references = self.plane._ledger.allocator.reference_counts
+        for handle, request in self.model.requests.items():
             pages = self.plane.pages_of(handle).tolist()
-            assert self.plane.length(handle) == len(request.values)
+            assert self.plane.length(handle) == len(request.tokens)
             assert len(pages) == len(request.pages)
             for page, number in zip(request.pages, pages):
                 assert real.setdefault(page, number) == number
-                assert self.plane._allocator.reference_counts[number] == len(page.holders)
+                assert references[number] == len(page.holders)
         assert len(set(real.values())) == len(real)
 
     @invariant()
     def nothing_cached_is_ever_lost(self):
-        for handle, request in self.requests.items():
-            assert self.pool.cached(handle) == request.values
-            assert not {SCRUBBED, POISONED} & set(request.values)
+        for handle, request in self.model.requests.items():
+            assert self.pool.cached(handle) == self.model.content(request.tokens)
+
+    @invariant()
+    def published_pages_hold_their_tokens(self):
+        prefixes = self.plane.prefixes
+        assert prefixes is not None
+        assert len(prefixes) == len(self.model.index)
+        for tokens in self.model.index:
+            pages = prefixes.match(SPACE, [*tokens, 0])
+            assert self.pool.slots[pages].reshape(-1).tolist() == self.model.content(list(tokens))
 
 
 TestPlane = PlaneMachine.TestCase
