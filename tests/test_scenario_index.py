@@ -120,7 +120,7 @@ def test_an_id_is_tested_or_awaited_and_not_both():
     ("name", "words"),
     [
         ("test_scenario_z9_unknown", "test_scenario_z9_unknown: there is no scenario Z9."),
-        ("test_scenario_c16_early", "test_scenario_c16_early: C16 is listed as awaited; move it to TESTED."),
+        ("test_scenario_h16_early", "test_scenario_h16_early: H16 is listed as awaited; move it to TESTED."),
         ("test_scenario_m1", "test_scenario_m1 names no scenario; say test_scenario_<id>_<words>."),
         ("test_scenario_scale_applied_twice", "names no scenario"),
     ],
