@@ -6,18 +6,19 @@ Whoever produced the metadata is never imported: objects are told apart by their
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Int32
 
 from paged.backends.moves import rows_of
 from paged.backends.protocol import Rung, TableArrays
 from paged.common import SENTINEL_PAGE, PageTable, pages_for
-from paged.common.checks import check_int32_vector
+from paged.common.checks import check_int32_vector, refuse_rows
 from paged.common.errors import InvalidInputError
 
 VLLM_FIELDS = ("block_tables", "seq_lens", "query_start_loc")
@@ -115,34 +116,58 @@ def from_vllm(
         tokens_per_page=tokens_per_page,
         num_pages=num_pages,
     )
-    offsets = jax.lax.cummax(jnp.minimum(starts, num_tokens))
+    _refuse(tables, kv_lens, starts, rung)
+    return _convert(tables, kv_lens, starts, rung), rung
+
+
+def _refuse(tables: Array, kv_lens: Array, starts: Array, rung: Rung) -> None:
+    """Raise on the first value out of bounds, if the values are known; under jit nothing can be raised."""
+    try:
+        blocks, lens, offsets = (np.asarray(array) for array in (tables, kv_lens, starts))
+    except jax.errors.TracerArrayConversionError:
+        return
+    owner = "vLLM-shaped metadata"
+    queries = np.diff(np.maximum.accumulate(np.minimum(offsets, rung.tokens)))
+    longest = _longest(blocks.shape[1], rung)
+    refuse_rows(owner, "seq_lens", lens, (lens < 0) | (lens > longest), f"must be in 0..{longest}")
+    refuse_rows(owner, "seq_lens", lens, (lens > 0) & (lens < queries), "must be 0 or at least the row's query length")
+    most = f"must be at most max_query_len={rung.max_query_len}"
+    refuse_rows(owner, "query lengths", queries, queries > rung.max_query_len, most)
+    used = np.arange(blocks.shape[1]) < pages_for(lens, rung.tokens_per_page)[:, None]
+    ids = blocks[used]
+    bad = (ids <= SENTINEL_PAGE) | (ids >= rung.num_pages)
+    refuse_rows(owner, "block_tables", ids, bad, f"must be in 1..{rung.num_pages - 1}", "used entry")
+
+
+def _longest(width: int, rung: Rung) -> int:
+    return min(width * rung.tokens_per_page, rung.max_kv_len)
+
+
+@functools.partial(jax.jit, static_argnames="rung")
+def _convert(
+    tables: Int32[Array, "r w"], kv_lens: Int32[Array, " r"], starts: Int32[Array, " r+1"], rung: Rung
+) -> TableArrays:
+    rows, size = rung.rows, rung.tokens_per_page
+    offsets = jax.lax.cummax(jnp.minimum(starts, rung.tokens))
     query_lens = offsets[1:] - offsets[:-1]
-    longest = min(tables.shape[1] * tokens_per_page, max_kv_len)
-    sound = (kv_lens >= query_lens) & (kv_lens <= longest) & (query_lens <= max_query_len)
-    _refuse_rows(
-        "seq_lens", kv_lens, sound | (kv_lens == 0), f"must be 0, or at least the row's queries and ≤ {longest}"
-    )
+    sound = (kv_lens >= query_lens) & (kv_lens <= _longest(tables.shape[1], rung)) & (query_lens <= rung.max_query_len)
     kv_lens = jnp.where(sound, kv_lens, 0)
-    used = pages_for(kv_lens, tokens_per_page)
+    used = pages_for(kv_lens, size)
     page_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(used, dtype=jnp.int32)])
+    entry = jnp.arange(rung.listed_pages, dtype=jnp.int32)
+    live = entry < page_offsets[-1]
     row = jnp.minimum(rows_of(page_offsets, rung.listed_pages), rows - 1)
-    entry = jnp.arange(rung.listed_pages, dtype=jnp.int32) - page_offsets[row]
-    live = jnp.arange(rung.listed_pages, dtype=jnp.int32) < page_offsets[-1]
-    page_ids = tables[row, jnp.where(live, entry, 0)]
-    in_range = (page_ids > SENTINEL_PAGE) & (page_ids < num_pages)
-    _refuse_rows(
-        "block_tables", page_ids, in_range | ~live, f"used entries must be in 1..{num_pages - 1}", "used entry"
-    )
+    page_ids = tables[row, jnp.where(live, entry - page_offsets[row], 0)]
+    in_range = (page_ids > SENTINEL_PAGE) & (page_ids < rung.num_pages)
     page_ids = jnp.where(live & in_range, page_ids, SENTINEL_PAGE)
-    arrays = TableArrays(
+    return TableArrays(
         query_offsets=offsets,
         page_offsets=page_offsets,
         page_ids=page_ids,
-        last_page_len=jnp.where(kv_lens > 0, kv_lens - tokens_per_page * (jnp.maximum(used, 1) - 1), 0),
+        last_page_len=jnp.where(kv_lens > 0, kv_lens - size * (jnp.maximum(used, 1) - 1), 0),
         kv_lens=kv_lens,
         write_slots=_write_slots(kv_lens, offsets, page_offsets, page_ids, rung),
     )
-    return arrays, rung
 
 
 def _write_slots(
@@ -175,13 +200,3 @@ def _int32(field: str, value: Any) -> Int32[Array, "..."]:
     if field == "block_tables":
         return jnp.asarray(np.clip(array, -1, np.iinfo(np.int32).max).astype(np.int32))
     return jnp.asarray(check_int32_vector("vLLM-shaped metadata", field, array))
-
-
-def _refuse_rows(field: str, values: Int[Array, " n"], good: Any, rule: str, row: str = "row") -> None:
-    """Raise on the first bad element, if the values are known; under jit nothing can be raised."""
-    try:
-        bad = np.flatnonzero(~np.asarray(good))
-    except jax.errors.TracerArrayConversionError:
-        return
-    if bad.size:
-        raise InvalidInputError(f"{field} {rule}: {row} {bad[0]} has {np.asarray(values)[bad[0]]}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from paged.common import AttentionSpec, PageTable, build_page_table
@@ -59,3 +60,24 @@ def expected_attention(
                 out[token, head] = weights @ v[low:high, head // group] / total
                 lse[token, head] = top + np.log(total)
     return out, lse
+
+
+def words(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The bits of `values` as elements of `dtype`, in unsigned words of that size."""
+    stored = np.asarray(values).astype(jnp.dtype(dtype))
+    return stored.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[stored.itemsize])
+
+
+def elements(stored: np.ndarray, dtype: str) -> np.ndarray:
+    """Words back as float64."""
+    return np.asarray(stored).view(jnp.dtype(dtype)).astype(np.float64)
+
+
+def owned_slots(table: PageTable) -> np.ndarray:
+    """(num_pages, tokens_per_page) True where a row of the table may read."""
+    owned = np.zeros((table.num_pages, table.tokens_per_page), bool)
+    for row in range(table.num_rows):
+        pages = table.pages_of(row)
+        flat = np.arange(len(pages) * table.tokens_per_page) < table.kv_lens[row]
+        owned[pages] = flat.reshape(len(pages), table.tokens_per_page)
+    return owned
