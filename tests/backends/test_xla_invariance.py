@@ -18,8 +18,8 @@ XLA = get_backend("xla")
 LENS = [170, 33, 1, 129, 64]
 TOKENS = sum(LENS)
 FIRST = np.cumsum([0, *LENS])
-# Options, heads (query, KV, width, value width), element type, page size. Widths of 24 and 80 are ones for which a
-# product's order of summation depends on its number of rows; one query head a KV head makes products with one row.
+# Options, heads (query, KV, width, value width), the pool's element type, page size. Outputs are float32, so that no
+# rounding hides a bit. Between them the groups make one row a product, three, and as many as there may be.
 CASES = {
     "grouped": (AttentionSpec(scale=0.3), (9, 3, 64, 64), "bfloat16", 16),
     "one-a-head": (AttentionSpec(scale=0.3, window=50, soft_cap=2.0), (3, 3, 24, 80), "float32", 5),
@@ -60,7 +60,7 @@ def test_bits_depend_on_nothing_but_a_token_and_its_row(name):
         q = np.zeros((rung["tokens"], *query[:, heads].shape[1:]))
         q[: len(tokens)] = query[tokens][:, heads]
         arrays = KvArrays(*(jnp.asarray(array) for array in pool), words_of=dtype)
-        found = attend(jnp.asarray(q, dtype), arrays, jnp.asarray(vector), sinks[heads], made, spec)
+        found = attend(jnp.asarray(q, jnp.float32), arrays, jnp.asarray(vector), sinks[heads], made, spec)
         return tokens, [words(np.asarray(x)[: len(tokens)], x.dtype.name) for x in found]
 
     _, whole = run([(row, 0, n) for row, n in enumerate(LENS)])

@@ -29,7 +29,7 @@ CASES = {
         True,
     ),
     "bidirectional": (
-        AttentionSpec(scale=0.3, causal=False, window=140),
+        AttentionSpec(scale=-0.3, causal=False, window=140),
         (2, 2, 8, 8),
         "float16",
         "float16",
@@ -96,7 +96,8 @@ def test_values_and_poison(name):
     assert (abs(lse[~empty] - exact_lse[~empty]) <= 2.0**-17 * (1 + abs(exact_lse[~empty]))).all()
 
 
-def test_a_computed_zero_is_positive():
+@pytest.mark.parametrize("scale", [1.0, 0.0])
+def test_a_computed_zero_is_positive(scale):
     """Values are the smallest negative ones and a sink takes nearly all weight, so that outputs round to zero."""
     table = random_table(np.random.default_rng(0), [3, 1], [40, 33], tokens_per_page=16, num_pages=8)
     vector, rung = pack_table(table)
@@ -104,5 +105,6 @@ def test_a_computed_zero_is_positive():
     sinks = AttentionExtras(sinks=jnp.full(4, 20.0, jnp.float32))
     query = jnp.ones((4, 4, 8), jnp.float16)
     pool = KvArrays(*stored, words_of="float16")
-    out, _ = attend(query, pool, jnp.asarray(vector), sinks, rung, AttentionSpec(scale=1.0))
+    out, lse = attend(query, pool, jnp.asarray(vector), sinks, rung, AttentionSpec(scale=scale))
     assert (words(np.asarray(out), "float16") == 0).all()
+    np.testing.assert_allclose(lse, 20.0, rtol=1e-6)

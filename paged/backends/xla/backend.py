@@ -16,7 +16,7 @@ from paged.common.dtypes import ELEMENT_BYTES
 CAPABILITIES = Capabilities(
     dtypes=frozenset({"bfloat16", "float16", "float32"}),
     kv_dtypes=frozenset(ELEMENT_BYTES),
-    page_sizes=Range(1, 1024),
+    page_sizes=Range(1, 256),
     head_dims=frozenset({4, *range(8, 513, 8)}),
     group_sizes=Range(1, 128),
     features=frozenset({"window", "soft_cap", "sinks", "lse", "non_causal", "kv_scales", "prefill", "decode", "mixed"}),

@@ -8,7 +8,6 @@ loops run exactly that often.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ class StaticPlan:
     """Static part: shapes and trip sizes.
 
     - `tile`: query tokens of a prefill item; `prefill_items`, `decode_items`: how many there can be.
-    - `block_pages`: pages that one inner iteration gathers.
+    - `block_pages`: pages that one inner iteration reads; `block_tokens`: their positions, padded to `LANES`.
     """
 
     rung: Rung
@@ -35,11 +34,7 @@ class StaticPlan:
     prefill_items: int
     decode_items: int
     block_pages: int
-
-    @property
-    def block_tokens(self) -> int:
-        """Token positions of one inner iteration."""
-        return self.block_pages * self.rung.tokens_per_page
+    block_tokens: int
 
 
 class Items(eqx.Module):
@@ -63,10 +58,8 @@ class PlanArrays(eqx.Module):
 
 
 def static_plan(rung: Rung) -> StaticPlan:
-    """Shapes for one rung. A block holds at least `BLOCK_TOKENS` positions and a multiple of `LANES`, whatever the
-    page size, so that its arithmetic has no vector tail."""
-    multiple = LANES // math.gcd(LANES, rung.tokens_per_page)
-    block_pages = multiple * max(1, BLOCK_TOKENS // (multiple * rung.tokens_per_page))
+    """Shapes for one rung."""
+    block_pages = max(1, BLOCK_TOKENS // rung.tokens_per_page)
     long_rows = min(rung.rows, rung.tokens // 2) if rung.max_query_len > 1 else 0
     return StaticPlan(
         rung=rung,
@@ -74,6 +67,7 @@ def static_plan(rung: Rung) -> StaticPlan:
         prefill_items=long_rows and min(rung.tokens // 2, rung.tokens // TILE_TOKENS + long_rows),
         decode_items=min(rung.rows, rung.tokens),
         block_pages=block_pages,
+        block_tokens=-(-block_pages * rung.tokens_per_page // LANES) * LANES,
     )
 
 
