@@ -50,6 +50,7 @@ def donation(session: Session, case: Case) -> Result:
     """
     problem = _problem(session, case)
     sharding = mesh_sharding(parse_mesh(case.params))
+    before: tuple[int, ...] = ()
     for program, donated in ((execute.run_attend_keeping, False), (execute.run_attend, True)):
         arguments = execute.attend_arguments(session.backend, problem, sharding=sharding)
         before = addresses(arguments[1])
