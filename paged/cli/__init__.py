@@ -15,6 +15,7 @@ COMMANDS = {
     "build": "Compile a vendor's kernels into a directory of libraries with a manifest.",
     "certify": "Certify a backend bit for bit against the conformance suite.",
     "generate": "Continue prompts with a model on pages.",
+    "simulate": "Run a trace of requests through the scheduler on a clock instead of a device.",
 }
 """Subcommand -> one line of help. The module is `paged.cli.<name>`."""
 

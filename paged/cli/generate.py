@@ -11,6 +11,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from paged.cli.arguments import count, nonnegative
+
 if TYPE_CHECKING:
     from paged.backends.sharding import KvSharding
     from paged.cli.progress import Progress
@@ -26,19 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="smollm2, a Hugging Face directory, or a .gguf file")
     add("--prompt", required=True, action="append", metavar="TEXT", help="text to continue; repeat it for a batch")
-    add("--max-tokens", type=_count, default=16, metavar="N", help="tokens to generate at most (16)")
+    add("--max-tokens", type=count, default=16, metavar="N", help="tokens to generate at most (16)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and activations")
     add("--kv-dtype", metavar="NAME", help="element type of the pool (that of --dtype)")
     add("--backend", default="xla", metavar="NAME", help="attention backend (xla)")
-    add("--tensor-parallel", type=_count, default=1, metavar="N", help="devices over which heads are laid (1)")
-    add("--tokens-per-page", type=_count, default=16, metavar="N", help="page size (16)")
+    add("--tensor-parallel", type=count, default=1, metavar="N", help="devices over which heads are laid (1)")
+    add("--tokens-per-page", type=count, default=16, metavar="N", help="page size (16)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--pages", type=_count, metavar="N", help="pages of the pool (what the prompts need)")
+    size.add_argument("--pages", type=count, metavar="N", help="pages of the pool (what the prompts need)")
     size.add_argument("--memory", type=_bytes, metavar="BYTES", help="of each device for the pool, e.g. 512MiB")
-    add("--max-requests", type=_count, metavar="N", help="prompts that run at once (all, up to 32)")
-    add("--step-tokens", type=_count, default=256, metavar="N", help="longest step; longer prompts run in chunks (256)")
+    add("--max-requests", type=count, metavar="N", help="prompts that run at once (all, up to 32)")
+    add("--step-tokens", type=count, default=256, metavar="N", help="longest step; longer prompts run in chunks (256)")
     add("--ignore-eos", action="store_true", help="go on past the end of the text")
-    add("--top-logprobs", type=_nonnegative, default=0, metavar="N", help="likeliest tokens to report with --json")
+    add("--top-logprobs", type=nonnegative, default=0, metavar="N", help="likeliest tokens to report with --json")
     add("--json", action="store_true", help="print prompt ids, token ids and log probabilities as JSON")
     add("--quiet", action="store_true", help="no progress on stderr")
 
@@ -108,8 +110,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> int:
     else:
         for i, (prompt, completion) in enumerate(zip(args.prompt, completions)):
             print(f"--- {i}: {prompt}\n{completion.text}")
-    count = sum(len(c.token_ids) for c in completions)
-    progress.say(f"{count} tokens in {seconds:.1f} s, compilation included")
+    generated = sum(len(c.token_ids) for c in completions)
+    progress.say(f"{generated} tokens in {seconds:.1f} s, compilation included")
     return 0
 
 
@@ -168,19 +170,6 @@ def _document(args: argparse.Namespace, completions: list[Completion]) -> dict[s
             entry["top_logprobs"] = c.top_logprobs
         entries.append(entry)
     return {"model": args.model, "backend": args.backend, "dtype": args.dtype, "completions": entries}
-
-
-def _count(text: str) -> int:
-    value = _nonnegative(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
-def _nonnegative(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
-    return int(text)
 
 
 def _bytes(text: str) -> int:

@@ -22,6 +22,7 @@ from paged.control.schedule import Schedule
 from paged.control.shapes import FixedShape
 
 SCHEDULES = ("mixed", "prefill_first")
+_DRAINING, _FINISHED = Phase.DRAINING, Phase.FINISHED  # an enum member costs a look-up in a loop over rows
 
 
 class StepOutcome(NamedTuple):
@@ -278,20 +279,25 @@ class Driver:
         self._flying.popleft()
         self.plane.retire(flight.number)
         finished: list[RequestId] = []
+        gone: list[int] = []
         for i, (request, samples, token) in enumerate(zip(flight.plan.requests, flight.samples, sampled.tolist())):
-            if not samples or request.phase is Phase.FINISHED:
-                sampled[i] = -1
+            phase = request.phase
+            if not samples or phase is _FINISHED:
+                gone.append(i)
                 continue
-            request.tokens[-request.in_flight] = token
-            request.in_flight -= 1
+            under_way = request.in_flight
+            request.tokens[-under_way] = token
+            request.in_flight = under_way - 1
             if token in request.eos:
                 finished.append(request.id)
                 self._finish(request, "stop")
-            elif not request.in_flight and request.phase is Phase.DRAINING:
+            elif phase is _DRAINING and under_way == 1:
                 finished.append(request.id)
                 self._finish(request, "length")
-        query_lens = flight.table.query_lens[: sampled.shape[0]]
-        cached = flight.table.kv_lens[: sampled.shape[0]] - query_lens
+        sampled[gone] = -1
+        offsets, rows = flight.table.query_offsets, sampled.shape[0]
+        query_lens = offsets[1 : rows + 1] - offsets[:rows]
+        cached = flight.table.kv_lens[:rows] - query_lens
         return StepOutcome(flight.plan.batch, query_lens, cached, sampled, tuple(finished))
 
     def _collect(self, flight: _Flight) -> np.ndarray:

@@ -1,0 +1,127 @@
+"""`paged simulate`: the driver on a clock instead of a device."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paged.cli.arguments import count, nonnegative, positive
+
+if TYPE_CHECKING:
+    from paged.control.cost import CostModel
+    from paged.control.trace import Arrival
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `paged simulate`."""
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", metavar="FILE", help="JSON lines: arrival_s, prompt_tokens, output_tokens, priority")
+    source.add_argument("--requests", type=count, metavar="N", help="make up a trace of this many requests")
+    add("--rate", type=positive, default=10.0, metavar="R", help="arrivals a second, at random (10)")
+    add("--mean-prompt", type=positive, default=512.0, metavar="N", help="tokens, log-normal (512)")
+    add("--mean-output", type=positive, default=128.0, metavar="N", help="tokens, log-normal (128)")
+    add("--seed", type=nonnegative, default=0, metavar="N", help="of the made-up trace (0)")
+    add("--save-trace", metavar="FILE", help="write the made-up trace there")
+    add("--num-pages", type=count, required=True, metavar="N", help="pages of the pool, the sentinel included")
+    add("--tokens-per-page", type=count, default=16, metavar="N", help="page size (16)")
+    add("--max-requests", type=count, default=256, metavar="N", help="requests that run at once at most (256)")
+    add("--step-tokens", type=count, default=2048, metavar="N", help="token budget of a step (2048)")
+    add("--schedule", choices=("mixed", "prefill_first"), default="mixed", help="prompts beside or before decoding")
+    add("--depth", type=count, default=1, metavar="N", help="steps under way at once; 2 plans during a step (1)")
+    add("--cost", metavar="FILE", help="JSON with coefficients, or with measured steps to fit (made-up round numbers)")
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--quiet", action="store_true", help="no progress on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status: 0, or 2 for what `paged.cli.main` reports in one line."""
+    from paged.cli.progress import Progress
+    from paged.common.errors import InvalidInputError
+    from paged.common.layout import StorageLayout
+    from paged.control import ControlPlane
+    from paged.control.simulate import simulate
+
+    if args.save_trace and args.trace:
+        raise InvalidInputError("--save-trace writes a made-up trace; it does not go with --trace.")
+    # Only page counts matter here, so the layout has the smallest heads there are.
+    layout = StorageLayout(
+        num_layers=1,
+        num_pages=args.num_pages,
+        tokens_per_page=args.tokens_per_page,
+        num_kv_heads=1,
+        head_dim=1,
+        dtype="int8",
+    )
+    plane = ControlPlane(layout, max_requests=args.max_requests)
+    cost = _cost(args.cost)
+    progress = Progress(quiet=args.quiet)
+    try:
+        with _trace(args) as trace:
+            report = simulate(
+                trace,
+                plane,
+                cost,
+                max_step_tokens=args.step_tokens,
+                schedule=args.schedule,
+                depth=args.depth,
+                on_progress=lambda arrived: progress.update("arrived", arrived, args.requests or arrived),
+            )
+    finally:
+        progress.clear()
+    if args.json:
+        print(json.dumps({"cost": vars(cost), **report.as_dict()}, allow_nan=False))
+    else:
+        print(f"cost          {cost}")
+        print("\n".join(report.lines()))
+    return 0
+
+
+def _cost(path: str | None) -> CostModel:
+    from paged.control.cost import CostModel
+
+    if path is None:
+        return CostModel()
+    with _readable(path) as lines:
+        return CostModel.from_json("".join(lines))
+
+
+@contextlib.contextmanager
+def _trace(args: argparse.Namespace) -> Iterator[Iterable[Arrival]]:
+    from paged.common.errors import InvalidInputError
+    from paged.control.trace import generate_trace, read_trace, trace_lines
+
+    if args.trace is not None:
+        with _readable(args.trace) as lines:
+            yield read_trace(lines, args.trace)
+        return
+
+    def made_up() -> Iterator[Arrival]:
+        return generate_trace(
+            args.requests, rate=args.rate, mean_prompt=args.mean_prompt, mean_output=args.mean_output, seed=args.seed
+        )
+
+    if args.save_trace is not None:
+        try:
+            with Path(args.save_trace).open("w", encoding="utf-8") as file:
+                file.writelines(trace_lines(made_up()))
+        except OSError as error:
+            raise InvalidInputError(f"cannot write {args.save_trace}: {error.strerror}.") from None
+    yield made_up()
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[Iterable[str]]:
+    from paged.common.errors import InvalidInputError
+
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise InvalidInputError(f"cannot read {path}: {error.strerror}. Give a file.") from None
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path} is not UTF-8 text ({error.reason}).") from None

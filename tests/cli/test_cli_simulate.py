@@ -1,0 +1,86 @@
+"""`paged simulate`: a whole run without jax, a trace that is saved and read again, and refusals in one line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from paged import cli
+
+
+def run(capsys, *arguments):
+    status = cli.main(["simulate", "--quiet", *arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+MADE_UP = ["--requests", "40", "--rate", "50", "--mean-prompt", "30", "--mean-output", "6", "--step-tokens", "64"]
+
+
+def test_a_run_needs_no_jax():
+    code = (
+        "import sys; sys.modules['jax'] = None\nfrom paged.cli import main\n"
+        f"sys.exit(main(['simulate', '--num-pages', '60', *{MADE_UP!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "40 finished, 0 refused" in done.stdout
+    assert "0 leaked" in done.stdout
+
+
+def test_a_saved_trace_gives_the_same_run(capsys, tmp_path):
+    trace, cost = tmp_path / "trace.jsonl", tmp_path / "cost.json"
+    cost.write_text('{"coefficients": {"step_s": 0.01, "prefill_token_s": 0.001}}')
+    options = ["--num-pages", "60", "--depth", "2", "--json", "--cost", str(cost), "--schedule", "prefill_first"]
+    reports = []
+    for source in ([*MADE_UP, "--save-trace", str(trace)], ["--trace", str(trace), "--step-tokens", "64"]):
+        status, out, err = run(capsys, *source, *options)
+        assert (status, err) == (0, "")
+        reports.append(json.loads(out))
+        del reports[-1]["host_s"]
+    assert reports[0] == reports[1]
+    assert reports[0]["cost"]["step_s"] == 0.01
+    assert reports[0]["finished"] == 40
+    assert trace.read_text().count("\n") == 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trace", "nowhere.jsonl"], "cannot read nowhere.jsonl: No such file"),
+        (["--requests", "1", "--cost", "nowhere.json"], "cannot read nowhere.json: No such file"),
+        (["--requests", "1", "--save-trace", "nowhere/t"], "cannot write nowhere/t: No such file"),
+        (["--trace", "t", "--save-trace", "u"], "--save-trace writes a made-up trace"),
+    ],
+)
+def test_refusals_are_one_line_and_status_2(capsys, arguments, message):
+    status, out, err = run(capsys, "--num-pages", "9", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"paged simulate: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_wrong_line_of_a_trace_is_named(capsys, tmp_path):
+    for content, message in ((b"\n{}\n", ", line 2 must be an object"), (b"\xff\n", "is not UTF-8 text")):
+        path = tmp_path / "t"
+        path.write_bytes(content)
+        status, _, err = run(capsys, "--num-pages", "9", "--trace", str(path))
+        assert status == 2
+        assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "one of the arguments --trace --requests is required"),
+        (["--requests", "0"], "argument --requests: must be at least 1, got 0"),
+        (["--requests", "3", "--rate", "nan"], "argument --rate: must be a number above 0, got 'nan'"),
+        (["--requests", "3", "--trace", "t"], "not allowed with argument"),
+    ],
+)
+def test_usage_errors_name_the_argument(capsys, arguments, message):
+    with pytest.raises(SystemExit) as info:
+        cli.main(["simulate", "--num-pages", "9", *arguments])
+    assert info.value.code == 2
+    assert message in capsys.readouterr().err
