@@ -105,7 +105,7 @@ def test_a_stacked_pool_counts_pages_of_all_layers_and_a_per_layer_pool_does_not
     check(limited(max_page_id=9, pool_layout="per_layer"))
 
 
-def test_scenario_s3_an_over_sharded_head_axis_is_refused_with_the_way_out():
+def test_an_over_sharded_head_axis_is_refused_with_the_way_out():
     mesh = jax.make_mesh((8,), ("tensor",))
     sharding = KvSharding(mesh, ("tensor",))
     layout = dataclasses.replace(LAYOUT, kv_head_shards=8)
