@@ -53,13 +53,14 @@ def expect(
     facts: Facts,
     *,
     predicted: tuple[np.ndarray, np.ndarray] | None = None,
+    answer: Answer | None = None,
 ) -> AttendExpected:
     """What the judge demands of a backend of that numeric model.
 
     An element whose interval o ± δ rounds to one word is decided. `predicted` words, where the family and the model
-    allow them to be demanded, replace the interval.
+    allow them to be demanded, replace the interval. `answer` is the oracle's, if it was asked before.
     """
-    answer = attend(problem)
+    answer = attend(problem) if answer is None else answer
     bound = bounds(problem, answer, model, facts)
     low, high = cell(answer.output - bound.output, answer.output + bound.output, problem.dtype)
     if predicted is not None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from conformance.case import AttendProblem, Case, MoveProblem
 from conformance.judge import expectation
+from conformance.oracle import attend
 from conformance.vectors import Vector, generate
 from paged.common import AttentionSpec, PageTable
 from paged.common.capabilities import NUMERIC_MODELS
@@ -129,8 +130,9 @@ def expected_digest(case: Case, vector: Vector) -> str:
     if isinstance(problem, MoveProblem):
         return digest(_parts([("keys", problem.expected_keys), ("values", problem.expected_values)]))
     parts: list[tuple[str, Any]] = [("predicted", vector.predicted)]
+    answer = attend(problem)
     for name in FROZEN_MODELS:
-        expected = expectation(vector, NUMERIC_MODELS[name])
+        expected = expectation(vector, NUMERIC_MODELS[name], answer)
         parts += [(f"low {name}", expected.low), (f"high {name}", expected.high)]
     return digest(_parts(parts))
 

@@ -17,19 +17,20 @@ from conformance.bounds import STATISTIC_LIMIT, expect
 from conformance.case import AttendExpected, AttendProblem, MoveProblem, Result
 from conformance.diagnose import Finding
 from conformance.formats import candidates, decode, format_of, is_nan, ordinal
+from conformance.oracle import Answer
 from conformance.vectors.vector import Vector
 from paged.common.capabilities import NumericModel
 
 
-def expectation(vector: Vector, model: NumericModel) -> AttendExpected:
+def expectation(vector: Vector, model: NumericModel, answer: Answer | None = None) -> AttendExpected:
     """What a backend of that numeric model must return for an attend vector.
 
     Predicted bits are demanded where the family and the model allow it (`predicts`); the certified interval elsewhere.
+    `answer` is the oracle's, if it was asked before.
     """
     assert isinstance(vector.problem, AttendProblem)
-    expected = expect(
-        vector.problem, model, vector.facts, predicted=vector.predicted if predicts(vector, model) else None
-    )
+    predicted = vector.predicted if predicts(vector, model) else None
+    expected = expect(vector.problem, model, vector.facts, predicted=predicted, answer=answer)
     return dataclasses.replace(expected, explain={"family": vector.family, **vector.explain})
 
 
