@@ -12,12 +12,12 @@ from paged.backends.protocol import AttentionBackend, Rung
 from paged.backends.registry import get_backend
 from paged.backends.sharding import KvSharding
 from paged.backends.step import check_step
-from paged.common.checks import check_int, check_int32_vector, refuse_rows
+from paged.common.checks import check_int, refuse_rows
 from paged.common.errors import InvalidInputError, PoolExhaustedError, UnsupportedError
 from paged.common.page_table import PageTable, pages_for
 from paged.control import ControlPlane, Handle, ShapeLadders, Shapes, Slice
+from paged.engine.limits import build_pool, check_prompt, layout_for, platform_of, shortage
 from paged.engine.pool import KvPool
-from paged.engine.sizing import build_pool, layout_for
 from paged.engine.step import Program, pack_step, step
 from paged.engine.step_inputs import build_step_inputs
 from paged.models import Decoder
@@ -88,6 +88,7 @@ class Runtime:
         backend = get_backend(backend) if isinstance(backend, str) else backend
         self.model = model
         self.max_step_tokens = check_int("Runtime", "max_step_tokens", max_step_tokens, minimum=1)
+        num_top = check_int("Runtime", "num_top", num_top, minimum=0, maximum=model.config.vocab_size)
         dtype = model.embedding.dtype.name
         self.layout = layout_for(
             model.config,
@@ -97,7 +98,7 @@ class Runtime:
             dtype=kv_dtype or dtype,
             sharding=sharding,
         )
-        platform = _platform(model, sharding)
+        platform = platform_of(model, sharding)
         check_step(
             backend,
             self.layout,
@@ -159,26 +160,7 @@ class Runtime:
 
         `name` is what messages call it. Tokens past the model's last position are not counted in.
         """
-        ids = check_int32_vector(name, "tokens", prompt)
-        if not len(ids):
-            raise InvalidInputError(f"{name} is empty: there is nothing to continue from. Give at least one token.")
-        vocabulary, limit = self.model.config.vocab_size, self.model.config.max_positions
-        refuse_rows(name, "tokens", ids, (ids < 0) | (ids >= vocabulary), f"must be in 0..{vocabulary - 1}", "token")
-        if len(ids) > limit:
-            raise InvalidInputError(
-                f"{name} has {len(ids)} tokens; the model has positions for {limit} (max_positions). Shorten it by "
-                f"{len(ids) - limit}."
-            )
-        layout = self.layout
-        need = pages_for(min(len(ids) + more, limit), layout.tokens_per_page)
-        if need > layout.usable_pages:
-            total = f"{len(ids)} tokens" + (f" and {more} to generate" if more else "")
-            raise PoolExhaustedError(
-                f"{name}: {total} need {need} pages of {layout.tokens_per_page} tokens; the pool has "
-                f"{layout.usable_pages} ({layout.num_pages} less the sentinel). It would need num_pages={need + 1}, "
-                f"{(need + 1) * layout.bytes_per_page} bytes at {layout.bytes_per_page} bytes a page."
-            )
-        return ids.tolist()
+        return check_prompt(self.model.config, self.layout, prompt, name=name, more=more)
 
     def tokens(self, handle: Handle) -> tuple[int, ...]:
         """Prompt and generated tokens of a request that `add` opened."""
@@ -303,7 +285,7 @@ class Runtime:
         """Run one step of requests that `add` opened, and append what it sampled to their tokens."""
         prepared = self.prepare_step(slices)
         if prepared is None:
-            raise PoolExhaustedError(self._shortage(slices))
+            raise PoolExhaustedError(shortage(self.plane, slices))
         sampled = {s.handle: t for s, t in zip(slices, self.run(prepared)) if t is not None}
         for handle, token in sampled.items():
             self._tokens[handle].append(token.id)
@@ -333,15 +315,6 @@ class Runtime:
             raise InvalidInputError(f"Runtime: {handle} was not opened by add(); pass its tokens as `known`.")
         return self._tokens[handle]
 
-    def _shortage(self, slices: Sequence[Slice]) -> str:
-        plane, layout = self.plane, self.layout
-        return (
-            f"the step needs {plane.pages_needed(slices)} more pages of {layout.tokens_per_page} tokens; "
-            f"{plane.available_pages} of {layout.usable_pages} are free, {plane.held_pages} are held by "
-            f"{plane.num_open} open requests. Release a request, or build a larger pool "
-            f"({layout.bytes_per_page} bytes a page)."
-        )
-
     def _scrub(self, pages: np.ndarray) -> None:
         self._pool = self._pool.scrub(pages)
 
@@ -355,16 +328,3 @@ class Runtime:
 _NOT_FINITE = (
     "is NaN, so the logits are not finite: a weight is, or the dtype overflowed. Try float32, and check the weights"
 )
-
-
-def _platform(model: Decoder, sharding: KvSharding | None) -> str:
-    """Platform of the model's devices. Raises `InvalidInputError` if they are not those of the pool's mesh."""
-    devices = model.embedding.devices()
-    mesh = set(devices if sharding is None else sharding.mesh.devices.flat)
-    if devices != mesh or (sharding is None and len(devices) > 1):
-        where = "one device (no sharding was given)" if sharding is None else f"the mesh {dict(sharding.mesh.shape)}"
-        raise InvalidInputError(
-            f"Runtime: the model's weights are on {len(devices)} devices, the pool would be on {where}. Load the model "
-            f"with the same KvSharding that you give here."
-        )
-    return next(iter(devices)).platform

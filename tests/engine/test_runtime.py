@@ -16,7 +16,7 @@ from paged.common import (
     UnsupportedError,
 )
 from paged.control import Slice
-from paged.engine import replay
+from paged.engine import limits, replay
 from paged.engine import runtime as runtime_module
 from paged.engine.step import step
 
@@ -341,18 +341,19 @@ def test_the_pool_is_sized_by_pages_or_by_bytes(make_runtime):
     assert held == runtime.layout.total_pool_bytes == 10 * page
     with pytest.raises(PoolExhaustedError, match=rf"holds 1 pages of {page} bytes \(3 layers × 4 tokens × 8 KV heads"):
         make_runtime(num_pages=None, memory_bytes=2 * page - 1)
+    options = {"tokens_per_page": 4, "dtype": "float32", "sharding": None}
+    huge = limits.layout_for(runtime.model.config, num_pages=None, memory_bytes=2**50, **options)
+    assert huge.num_pages == (2**31 - 1) // 12  # more could not be addressed by int32 slots
     for options in ({"num_pages": None}, {"memory_bytes": 10**6}):
         with pytest.raises(InvalidInputError, match="exactly one of num_pages and memory_bytes"):
             make_runtime(**options)
 
 
 def test_a_pool_beyond_the_device_says_the_arithmetic(make_runtime, monkeypatch):
-    from paged.engine import sizing
-
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
-    monkeypatch.setattr(sizing, "KvPool", full)
+    monkeypatch.setattr(limits, "KvPool", full)
     with pytest.raises(PoolExhaustedError, match=r"41 pages × 6144 bytes = 251904 bytes on each device"):
         make_runtime()
 
