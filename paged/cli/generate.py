@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paged.models.checkpoint import LoadedModel
 
 EXIT_ERROR = 2
+_FEWEST_PAGES = 64
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel", type=count, default=1, metavar="N", help="devices over which heads are laid (1)")
     add("--tokens-per-page", type=count, default=16, metavar="N", help="page size (16)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--pages", type=count, metavar="N", help="pages of the pool (what the prompts need)")
+    size.add_argument("--pages", type=count, metavar="N", help="pages of the pool (a power of two they fit in)")
     size.add_argument("--memory", type=_bytes, metavar="BYTES", help="of each device for the pool, e.g. 512MiB")
     add("--max-requests", type=count, metavar="N", help="prompts that run at once (all, up to 32)")
     add("--step-tokens", type=count, default=256, metavar="N", help="longest step; longer prompts run in chunks (256)")
@@ -145,7 +146,8 @@ def _generator(args: argparse.Namespace, loaded: LoadedModel, sharding: KvShardi
         limit = loaded.config.max_positions
         tokens = [min(len(loaded.tokenizer.encode(p)) + args.max_tokens, limit) for p in args.prompt]
         need = sorted((pages_for(t, args.tokens_per_page) for t in tokens), reverse=True)
-        pages = 1 + max(1, sum(need[:rows]))
+        # A program is compiled for each pool size, so sizes are few: what earlier runs compiled may be cached.
+        pages = max(_FEWEST_PAGES, 1 << sum(need[:rows]).bit_length())
     return Generator(
         loaded.model,
         loaded.tokenizer,

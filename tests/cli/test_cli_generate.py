@@ -1,7 +1,10 @@
 """`paged generate` without weights: what it refuses, how it reports, and what it shows while it works."""
 
+import importlib.util
 import io
+import json
 import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from paged import cli
 from paged.cli import generate, progress
 from paged.cli.progress import Progress
+from paged.models import random_decoder
 
 
 def status(*arguments):
@@ -76,6 +80,57 @@ def test_ctrl_c_while_loading_is_status_130(capsys, monkeypatch):
 )
 def test_sizes_have_units(text, value):
     assert generate._bytes(text) == value
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A random model of 64 positions and 256 byte tokens, as a Hugging Face directory."""
+    path = Path(__file__).parents[1] / "models" / "tiny_checkpoints.py"
+    spec = importlib.util.spec_from_file_location("tiny_checkpoints_of_models", path)
+    tiny = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tiny)
+    model = random_decoder(tiny.CONFIG, jax.random.key(1))
+    return str(tiny.write_huggingface(tmp_path_factory.mktemp("models") / "tiny", tiny.hf_tensors(model)))
+
+
+def test_json_has_ids_and_log_probabilities_and_texts_are_those_printed(capsys, directory):
+    base = ["--model", directory, "--max-tokens", "5", "--ignore-eos", "--quiet"]
+    both = ["--prompt", "hello", "--prompt", "what?"]
+    assert status(*base, *both, "--json", "--top-logprobs", "1") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    document = json.loads(out)
+    assert (document["model"], document["backend"], document["dtype"]) == (directory, "xla", "float32")
+    assert [c["prompt"] for c in document["completions"]] == ["hello", "what?"]
+    for completion in document["completions"]:
+        assert {type(i) for i in completion["prompt_ids"]} == {int}
+        assert completion["finish_reason"] == "length"
+        tops = [[token, logprob] for token, logprob in zip(completion["token_ids"], completion["logprobs"])]
+        assert [top for (top,) in completion["top_logprobs"]] == tops
+        assert len(tops) == 5
+        assert all(logprob < 0 for _, logprob in tops)
+    texts = [c["text"] for c in document["completions"]]
+    assert status(*base, *both, "--top-logprobs", "1") == 0
+    assert capsys.readouterr().out == f"--- 0: hello\n{texts[0]}\n--- 1: what?\n{texts[1]}\n"
+    assert status(*base, "--prompt", "hello", "--max-requests", "2", "--top-logprobs", "1") == 0
+    assert capsys.readouterr().out == f"{texts[0]}\n"
+
+
+def test_a_long_prompt_shows_its_chunks(capsys, directory):
+    arguments = ["--prompt", "h" * 40, "--max-tokens", "1", "--step-tokens", "16"]
+    assert status("--model", directory, *arguments) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert "loading weights: 12/12 head" in lines
+    assert "prompt tokens: 16/40" in lines
+    assert lines[-1].startswith("1 tokens in")
+
+
+def test_prompts_beyond_the_pool_and_the_model_say_the_arithmetic(capsys, directory):
+    base = ["--model", directory, "--tokens-per-page", "8", "--quiet"]
+    assert status(*base, "--prompt", "h" * 40, "--pages", "5", "--max-tokens", "3") == 2
+    assert "prompt 0: 40 tokens and 2 to generate need 6 pages of 8 tokens; the pool has 4" in capsys.readouterr().err
+    assert status(*base, "--prompt", "h" * 65) == 2
+    assert "prompt 0 has 65 tokens; the model has positions for 64" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):
