@@ -2,7 +2,7 @@
 
 from paged.control.allocator import PageAllocator as PageAllocator
 from paged.control.batch import Slice as Slice
-from paged.control.driver import Counters as Counters
+from paged.control.counters import Counters as Counters
 from paged.control.driver import Driver as Driver
 from paged.control.driver import StepOutcome as StepOutcome
 from paged.control.ladders import ShapeLadders as ShapeLadders

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -12,8 +11,10 @@ import numpy as np
 
 from paged.common.checks import check_choice, check_int, check_int32_vector, refuse_rows, show
 from paged.common.errors import InternalError, InvalidInputError, PoolExhaustedError, UnsupportedError
+from paged.common.namespace import CacheNamespace
 from paged.common.page_table import PageTable, pages_for
 from paged.control.batch import Slice
+from paged.control.counters import Counters
 from paged.control.plane import ControlPlane
 from paged.control.requests import Phase, Request, Result
 from paged.control.runner_protocol import RequestId, Step, StepRunner
@@ -41,22 +42,6 @@ class StepOutcome(NamedTuple):
     finished: tuple[RequestId, ...]
 
 
-@dataclasses.dataclass(slots=True)
-class Counters:
-    """Sums since the driver was made; steps and tokens count when dispatched.
-
-    `recomputed_tokens`: cached tokens that preemptions and failed steps threw away.
-    """
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    finished: int = 0
-    aborted: int = 0
-
-
 class _Flight(NamedTuple):
     """A step under way: its number at the plane, and which of its slices sample."""
 
@@ -82,6 +67,10 @@ class Driver:
     every running request. When pages run out nevertheless, the newest in turn is preempted: its pages are given up, it
     keeps its turn, and its generated tokens are fed again with its prompt. So the first in turn always gets on, and
     every request that `submit` takes finishes, whatever else runs.
+
+    Over a plane with a prefix index, a request with a namespace is fed from its first token that is not cached. Its
+    whole pages are published once its prompt is in the cache, and again when it finishes; being preempted or aborted
+    publishes nothing.
 
     With a runner of depth 2 the host plans a step while the device runs the one before. Pages that a step under way
     names are not given away before it is collected, and nobody is preempted as long as waiting for it may do.
@@ -121,7 +110,9 @@ class Driver:
         self._requests: dict[RequestId, Request] = {}
         self._flying: deque[_Flight] = deque()
         self._arrivals = 0
-        self._schedule = Schedule(plane, max_step_tokens=self.max_step_tokens, mixed=mixed, can_mix=runner.can_mix)
+        self._schedule = Schedule(
+            plane, self.counters, max_step_tokens=self.max_step_tokens, mixed=mixed, can_mix=runner.can_mix
+        )
 
     @property
     def idle(self) -> bool:
@@ -151,11 +142,13 @@ class Driver:
         eos: Iterable[int] = (),
         priority: int = 0,
         request_id: RequestId | None = None,
+        namespace: CacheNamespace | None = None,
     ) -> RequestId:
         """Queue a request and return its id, which is `request_id` if given.
 
         - `prompt_tokens`: at least one id. `max_tokens`: tokens to generate at most, at least 1.
         - `eos`: ids that end the generation. `priority`: lower goes first.
+        - `namespace`: with whom it shares cached prefixes; by default with nobody.
 
         Raises `InvalidInputError` for wrong values or an id that is in use, and `PoolExhaustedError` with the
         arithmetic for a request that could never be cached whole (scenario H6). Nothing was queued then.
@@ -169,10 +162,15 @@ class Driver:
         max_tokens = check_int("submit", "max_tokens", max_tokens, minimum=1)
         priority = check_int("submit", "priority", priority, minimum=-(2**31))
         stop = frozenset(check_int("submit", "eos", token, minimum=0) for token in eos)
+        if namespace is not None and (not isinstance(namespace, CacheNamespace) or self.plane.prefixes is None):
+            raise InvalidInputError(
+                f"submit.namespace must be a CacheNamespace, over a plane with prefixes=; got {show(namespace)} over "
+                f"{'none' if self.plane.prefixes is None else 'one'}."
+            )
         self._refuse_too_long(tokens.shape[0], max_tokens)
         key = self._free_id(request_id)
         turn, limit = (priority, self._arrivals), tokens.shape[0] + max_tokens
-        request = Request(key, turn, array("i", tokens.tobytes()), tokens.shape[0], limit, stop)
+        request = Request(key, turn, array("i", tokens.tobytes()), tokens.shape[0], limit, stop, namespace)
         self._arrivals += 1
         self._requests[key] = request
         self._schedule.waiting.push(request)
@@ -250,8 +248,7 @@ class Driver:
                 # As they are collected requests end and pages come free; only then is it known whether anyone has to
                 # give way (scenario H9).
                 return False
-            self.counters.recomputed_tokens += self._schedule.preempt_newest(slices)
-            self.counters.preemptions += 1
+            self._schedule.preempt_newest(slices)
             chosen = self._schedule.choose(admit=False)
         return False
 
@@ -294,6 +291,8 @@ class Driver:
             elif phase is _DRAINING and under_way == 1:
                 finished.append(request.id)
                 self._finish(request, "length")
+            elif i >= flight.plan.num_decode:  # its whole prompt is in the cache now
+                self._schedule.publish(request, request.target)
         sampled[gone] = -1
         offsets, rows = flight.table.query_offsets, sampled.shape[0]
         query_lens = offsets[1 : rows + 1] - offsets[:rows]
@@ -318,14 +317,19 @@ class Driver:
             if request.phase is not Phase.FINISHED:
                 del request.tokens[request.num_known :]
                 request.in_flight = 0
-                self.counters.recomputed_tokens += self._schedule.requeue(request)
+                self._schedule.requeue(request)
 
     def _finish(self, request: Request, reason: str) -> None:
         """The one way in which a request ends (scenario H1)."""
         del self._requests[request.id]
+        if reason != "abort":
+            # What steps under way write is left out: they may yet be lost.
+            self._schedule.publish(request, request.cached - request.in_flight)
         self._schedule.drop(request)
         tokens = tuple(request.tokens[request.num_prompt : request.num_known])
-        self.finished[request.id] = Result(tokens, reason, request.num_prompt, request.preemptions)
+        self.finished[request.id] = Result(
+            tokens, reason, request.num_prompt, request.preemptions, request.prefix_tokens
+        )
         if reason == "abort":
             self.counters.aborted += 1
         else:
@@ -370,5 +374,6 @@ class Driver:
         rows = min(self.plane.max_requests, self.max_step_tokens)
         longest = min(self.max_step_tokens, self.max_request_tokens)
         pages = rows * pages_for(self.max_request_tokens, self.plane.layout.tokens_per_page)
-        pages = min(pages, self.plane.layout.usable_pages)
+        if self.plane.prefixes is None:  # otherwise a page may be listed by several
+            pages = min(pages, self.plane.layout.usable_pages)
         self.plane.shapes.shape_for(FixedShape(rows, self.max_step_tokens, pages, longest, self.max_request_tokens))

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from array import array
 
+from paged.common.namespace import CacheNamespace
 from paged.control.page_map import Handle
 from paged.control.runner_protocol import RequestId
 
@@ -29,6 +30,8 @@ class Request:
     - `limit`: length of `tokens` at which generation ends.
     - `cached`: tokens that dispatched steps have fed, or that were found cached; the plane's length.
     - `target`: tokens to feed before it decodes: all that were known when it was admitted, generated ones included.
+    - `namespace`: of the prefixes that it may attach to and publish; None shares nothing. `prefix_tokens`: those that
+      it found cached when it was first admitted.
     """
 
     id: RequestId
@@ -37,12 +40,14 @@ class Request:
     num_prompt: int
     limit: int
     eos: frozenset[int]
+    namespace: CacheNamespace | None = None
     phase: Phase = Phase.WAITING
     handle: Handle | None = None
     cached: int = 0
     target: int = 0
     in_flight: int = 0
     preemptions: int = 0
+    prefix_tokens: int = 0
 
     @property
     def num_known(self) -> int:
@@ -57,9 +62,11 @@ class Result:
     - `tokens`: generated ids; an end-of-text token is the last.
     - `reason`: `"stop"` at an end-of-text token, `"length"` at `max_tokens`, `"abort"`.
     - `preemptions`: how often it was sent back to the queue.
+    - `prefix_tokens`: tokens of its prompt that it found cached and did not feed.
     """
 
     tokens: tuple[int, ...]
     reason: str
     num_prompt: int
     preemptions: int
+    prefix_tokens: int

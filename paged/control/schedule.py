@@ -8,6 +8,7 @@ from paged.common.checks import show
 from paged.common.errors import InternalError, PoolExhaustedError
 from paged.common.page_table import pages_for
 from paged.control.batch import Slice
+from paged.control.counters import Counters
 from paged.control.plane import ControlPlane
 from paged.control.requests import Phase, Request
 from paged.control.runner_protocol import IN_FLIGHT
@@ -21,10 +22,12 @@ class Schedule:
     `mixed`: prompts go beside decoding requests. `can_mix`: slices of one token and longer ones may share a step.
     """
 
-    def __init__(self, plane: ControlPlane, *, max_step_tokens: int, mixed: bool, can_mix: bool):
+    def __init__(self, plane: ControlPlane, counters: Counters, *, max_step_tokens: int, mixed: bool, can_mix: bool):
         self.plane = plane
         self.waiting = WaitingQueue()
         self.running = Running()
+        self._counters = counters
+        self._refused: tuple[object, ...] | None = None
         self._max_step_tokens = max_step_tokens
         self._mixed = mixed
         self._can_mix = can_mix
@@ -58,27 +61,45 @@ class Schedule:
         return requests, counts
 
     def _admit(self) -> Request | None:
-        """Give the first in turn a row of the map, if its tokens fit beside what the others are about to take."""
+        """Give the first in turn a row of the map, if its tokens fit beside what the others are about to take.
+
+        A running request takes at most a page in a step besides what its prompt was promised, so a step that admits
+        somebody always gets its pages (scenario H11).
+        """
         request = self.waiting.first()
-        if request is None or not self._has_room(request):
+        if request is None:
             return None
-        handle = self.plane.open()
+        plane, size = self.plane, self.plane.layout.tokens_per_page
+        taken = len(self.running)
+        taken += sum(pages_for(r.target, size) - pages_for(r.cached, size) for r in self.running.prefill)
+        need, available = pages_for(len(request.tokens), size), plane.available_pages
+        if request.namespace is None and need + taken > available:
+            return None
+        # A request that did not fit is not matched again before something changed.
+        asked = (request.turn, taken, available, 0 if plane.prefixes is None else len(plane.prefixes))
+        if asked == self._refused:
+            return None
+        handle = plane.open()
         if handle is None:
             return None
+        cached = 0
+        if request.namespace is not None:
+            # Attached first and counted then: what it holds can no longer be evicted for it (scenario C3).
+            cached = plane.attach(handle, request.namespace, request.tokens)
+            if need - cached // size + taken > plane.available_pages:
+                plane.release(handle)
+                self._refused = asked
+                return None
         self.waiting.take()
-        request.handle, request.cached, request.target = handle, 0, len(request.tokens)
+        request.handle, request.cached, request.target = handle, cached, len(request.tokens)
+        if not request.preemptions:
+            request.prefix_tokens = cached
         self.running.enter(request, Phase.PREFILL)
+        self._counters.prefix_tokens += cached
         return request
 
-    def _has_room(self, request: Request) -> bool:
-        """Whether all known tokens of a request fit. A running request takes at most a page in a step besides what its
-        prompt was promised, so a step that admits somebody always gets its pages (scenario H11)."""
-        size = self.plane.layout.tokens_per_page
-        promised = sum(pages_for(r.target, size) - pages_for(r.cached, size) for r in self.running.prefill)
-        return pages_for(len(request.tokens), size) + promised + len(self.running) <= self.plane.available_pages
-
-    def preempt_newest(self, slices: Sequence[Slice]) -> int:
-        """Send the last in turn back to the queue, because `slices` do not fit; returns what `requeue` does.
+    def preempt_newest(self, slices: Sequence[Slice]) -> None:
+        """Send the last in turn back to the queue, because `slices` do not fit.
 
         Only while no step is under way: then what it gives up is free at once, and one after the other is preempted no
         longer than needed (scenario H9).
@@ -89,22 +110,19 @@ class Schedule:
                 f"{self.plane.available_pages} of {self.plane.layout.usable_pages} can be had: somebody else holds the "
                 f"others. Release them; a driver needs its plane for itself."
             )
-        return self.requeue(self.running.newest())
+        self._counters.preemptions += 1
+        self.requeue(self.running.newest())
 
-    def requeue(self, request: Request) -> int:
-        """Give up a running request's pages; it waits, at its turn, to be fed all its tokens again.
-
-        Publishes nothing. Returns the cached tokens that this threw away.
-        """
+    def requeue(self, request: Request) -> None:
+        """Give up a running request's pages; it waits, at its turn, to be fed all its tokens again. Publishes none."""
         assert request.handle is not None
         assert not request.in_flight
-        lost = request.cached
+        self._counters.recomputed_tokens += request.cached
         self.running.leave(request)
         self.plane.release(request.handle)
         request.handle, request.cached = None, 0
         request.preemptions += 1
         self.waiting.push(request)
-        return lost
 
     def dispatched(self, chosen: Plan) -> list[bool]:
         """Move the requests of a step that was dispatched on; which of them sample."""
@@ -128,6 +146,11 @@ class Schedule:
             self.running.leave(request)
             self.running.enter(request, Phase.DRAINING if len(request.tokens) == request.limit else Phase.DECODE)
         return samples
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Let others share the first `num_tokens` tokens of a running request, if it shares at all."""
+        if request.namespace is not None and request.handle is not None:
+            self.plane.publish(request.handle, request.namespace, request.tokens[:num_tokens])
 
     def drop(self, request: Request) -> None:
         """End a request, waiting or running; the one place where a finished or aborted one gives up its pages."""

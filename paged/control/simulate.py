@@ -11,7 +11,8 @@ import numpy as np
 
 from paged.common.errors import PoolExhaustedError
 from paged.control.cost import CostModel
-from paged.control.driver import Counters, Driver
+from paged.control.counters import Counters
+from paged.control.driver import Driver
 from paged.control.plane import ControlPlane
 from paged.control.runner_protocol import Step
 from paged.control.timeline import Timeline

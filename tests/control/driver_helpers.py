@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from plane_helpers import POISONED, SCRUBBED, FakePool, checked, make_layout
 
-from paged.control import ControlPlane, Driver, Handle, Result, Step
+from paged.control import ControlPlane, Driver, Handle, PrefixIndex, Result, Shapes, Step
 from paged.control.runner_protocol import IN_FLIGHT
 
 VOCABULARY = 50
@@ -96,16 +96,47 @@ def make_driver(
     depth: int = 1,
     can_mix: bool = True,
     max_step_tokens: int = 16,
-    plane_options: dict | None = None,
+    prefixes: bool = False,
+    shapes: Shapes | None = None,
     **options,
 ) -> tuple[Driver, FakeRunner]:
+    """A driver whose every step shows that admission and reservation agree (scenario H11)."""
+
     def poison(pages: np.ndarray) -> None:
         runner.pool.poison(pages)
 
     layout = make_layout(num_pages, tokens_per_page)
-    plane = ControlPlane(layout, max_requests=max_requests, poison_freed=poison, **(plane_options or {}))
+    index = PrefixIndex(layout) if prefixes else None
+    plane = ControlPlane(layout, max_requests=max_requests, shapes=shapes, prefixes=index, poison_freed=poison)
     runner = FakeRunner(plane, depth, can_mix)
-    return Driver(plane, runner, max_step_tokens=max_step_tokens, **options), runner
+    driver = Driver(plane, runner, max_step_tokens=max_step_tokens, **options)
+    take, prepare = driver._schedule.waiting.take, plane.prepare
+    admitted = []
+
+    def watched_take():
+        admitted.append(take())
+        return admitted[-1]
+
+    def watched_prepare(*args):
+        fresh = admitted.copy()
+        admitted.clear()
+        table = prepare(*args)
+        assert table is not None or not fresh, f"{fresh} were admitted and did not get their pages"
+        return table
+
+    driver._schedule.waiting.take, plane.prepare = watched_take, watched_prepare
+    return driver, runner
+
+
+def published(driver: Driver, runner: FakeRunner) -> list[list[int]]:
+    """Tokens of each published page, which are what the pool holds there."""
+    index = driver.plane.prefixes
+    assert index is not None
+    contents = []
+    for page in np.flatnonzero(index.held).tolist():
+        contents.append(np.frombuffer(index._content[page][1], "<u4").tolist())
+        assert runner.pool.slots[page].tolist() == contents[-1], f"page {page} is published with other tokens"
+    return sorted(contents)
 
 
 def run(driver: Driver, limit: int = 2000) -> dict[object, Result]:
@@ -116,6 +147,8 @@ def run(driver: Driver, limit: int = 2000) -> dict[object, Result]:
         assert driver.plane.leaked_pages() == 0
         if outcome is None:
             assert driver.idle
-            assert driver.plane.held_pages == driver.plane.num_open == 0
+            assert driver.plane.num_open == driver.plane.pending_pages == 0
+            assert driver.plane.held_pages == driver.plane.retained_pages()
+            assert driver.plane.available_pages == driver.plane.layout.usable_pages
             return dict(driver.finished)
     raise AssertionError(f"not done after {limit} steps")

@@ -212,7 +212,7 @@ def test_options_that_do_not_go_together_are_refused_at_construction():
     with pytest.raises(InvalidInputError, match=r"Driver\.schedule must be one of mixed, prefill_first"):
         make_driver(schedule="shortest")
     with pytest.raises(InvalidInputError, match=r"FixedShape\.tokens is 8, the step needs 16"):
-        make_driver(plane_options={"shapes": FixedShape(4, 8, 100, 16, 64)})
+        make_driver(shapes=FixedShape(4, 8, 100, 16, 64))
     with pytest.raises(InvalidInputError, match=r"max_step_tokens must be in 1"):
         make_driver(max_step_tokens=0)
     driver, _ = make_driver(max_request_tokens=6)
@@ -224,9 +224,7 @@ def test_options_that_do_not_go_together_are_refused_at_construction():
 def test_24_mixed_requests_need_at_most_7_shapes():
     """Requirement C4, for the steps that the driver makes."""
     ladders = ShapeLadders(tokens_per_page=4, max_rows=8, max_tokens=64, max_kv_len=256, min_tokens=16, min_kv_len=64)
-    driver, runner = make_driver(
-        200, max_requests=8, max_step_tokens=64, plane_options={"shapes": ladders}, max_request_tokens=256
-    )
+    driver, runner = make_driver(200, max_requests=8, max_step_tokens=64, shapes=ladders, max_request_tokens=256)
     shapes = set()
     dispatch = runner.dispatch
 

@@ -7,12 +7,14 @@ The pool has room for the longest request and up to six pages more, so it is ove
 import contextlib
 import os
 
-from driver_helpers import VOCABULARY, expected, make_driver, run
+from driver_helpers import VOCABULARY, expected, make_driver, published, run
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from plane_helpers import make_namespace
 
 LONGEST = 19  # tokens of a request in the cache
+SPACES = {tenant: make_namespace(tenant=tenant) for tenant in "ab"}
 
 
 class DriverMachine(RuleBasedStateMachine):
@@ -23,8 +25,9 @@ class DriverMachine(RuleBasedStateMachine):
         depth=st.sampled_from([1, 2, 3]),
         budget=st.integers(1, 12),
         how=st.sampled_from([("mixed", True), ("prefill_first", True), ("prefill_first", False)]),
+        prefixes=st.booleans(),
     )
-    def build(self, size, spare_pages, rows, depth, budget, how):
+    def build(self, size, spare_pages, rows, depth, budget, how, prefixes):
         self.driver, self.runner = make_driver(
             1 + -(-LONGEST // size) + spare_pages,
             size,
@@ -33,19 +36,27 @@ class DriverMachine(RuleBasedStateMachine):
             max_step_tokens=budget,
             schedule=how[0],
             can_mix=how[1],
+            prefixes=prefixes,
         )
         self.wanted = {}
         self.aborted = set()
+        self.prompts = []
 
     @rule(
         prompt=st.lists(st.integers(1, VOCABULARY), min_size=1, max_size=LONGEST),
+        like=st.integers(0, 10),
+        tenant=st.sampled_from([None, "a", "a", "b"]),
         max_tokens=st.integers(1, LONGEST),
         eos=st.sets(st.integers(1, VOCABULARY), max_size=6),
         priority=st.sampled_from([0, 0, 0, -1, 3]),
     )
-    def submit(self, prompt, max_tokens, eos, priority):
+    def submit(self, prompt, like, tenant, max_tokens, eos, priority):
+        if like < len(self.prompts):  # begin as an earlier prompt does, or repeat it
+            prompt = (self.prompts[like] + prompt)[: max(len(prompt), len(self.prompts[like]))]
+        self.prompts.append(prompt)
+        namespace = SPACES[tenant] if tenant and self.driver.plane.prefixes is not None else None
         max_tokens = min(max_tokens, LONGEST + 1 - len(prompt))
-        key = self.driver.submit(prompt, max_tokens, eos=eos, priority=priority)
+        key = self.driver.submit(prompt, max_tokens, eos=eos, priority=priority, namespace=namespace)
         self.wanted[key] = expected(prompt, max_tokens, eos)
 
     @rule()
@@ -84,6 +95,8 @@ class DriverMachine(RuleBasedStateMachine):
         if hasattr(self, "driver"):
             self.driver.verify()
             assert self.driver.plane.leaked_pages() == 0
+            if self.driver.plane.prefixes is not None:
+                published(self.driver, self.runner)
 
     def teardown(self):
         if not hasattr(self, "driver"):
@@ -100,5 +113,5 @@ class DriverMachine(RuleBasedStateMachine):
 
 TestDriver = DriverMachine.TestCase
 TestDriver.settings = settings(
-    max_examples=int(os.environ.get("PAGED_EXAMPLES", "60")), stateful_step_count=40, deadline=None
+    max_examples=int(os.environ.get("PAGED_EXAMPLES", "40")), stateful_step_count=40, deadline=None
 )
