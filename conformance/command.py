@@ -20,6 +20,7 @@ from conformance.catalogue import Catalogue, by_program, case_to_json, load, par
 from conformance.journal import Journal
 from conformance.options import parse
 from conformance.progress import Progress
+from conformance.shrink import MAX_RUNS
 from conformance.supervisor import BackendRefusedError, Job, Worker, cache_directory, supervise
 from paged.common.errors import InvalidInputError
 
@@ -71,6 +72,8 @@ def _run(args: argparse.Namespace) -> int:
     )
     _write(args, data, results)
     _report(args, data)
+    if args.repro is not None:
+        _reproduce(args, catalogue, data)
     status = certificates.exit_status(data["body"])
     if baseline is not None:
         found = certificates.diff(baseline["body"], data["body"])
@@ -83,26 +86,34 @@ def _execute(
     args: argparse.Namespace,
     catalogue: Catalogue,
     jobs: Sequence[Job],
-    label: str = "",
+    what: Any = "",
     told: Sequence[str] = ("fail", "error"),
 ) -> tuple[dict[str, Any], dict[str, Result]]:
-    """Introduction and results of some jobs, resumed from the journal of a run that was interrupted."""
+    """Introduction and results of some jobs, resumed from the journal of a run that was interrupted.
+
+    `what` tells runs apart in which equal keys mean different things; text is shown before the progress.
+    """
     request = {"backend": args.backend, "device": args.device, "options": parse(args.option)}
     worker = Worker(request)
-    key = digest([worker.introduction, catalogue.digest, request, _suite_sources()])
+    key = digest([worker.introduction, catalogue.digest, request, _suite_sources(), what])
     path = cache_directory() / "journals" / f"{args.backend}-{key[7:23]}.jsonl"
-    if args.fresh:
-        path.unlink(missing_ok=True)
-    progress = Progress(len(jobs), sys.stderr, label=label, told=told)
-    with Journal(path, key) as journal:
+    progress = Progress(len(jobs), sys.stderr, label=what if isinstance(what, str) else "", told=told)
+    with Journal(path, key, fresh=args.fresh) as journal:
         if journal.results:
-            progress.note(f"resuming: {len(journal.results)} results are in {path}")
+            progress.note(f"resuming: {len(journal.results)} results are in {journal.path}")
         try:
-            results = supervise(worker, request, jobs, deadline=args.deadline, journal=journal, progress=progress)
+            results = supervise(
+                worker, request, jobs, deadline=_deadline(args, jobs), journal=journal, progress=progress
+            )
         finally:
             progress.close()
         journal.discard()
     return worker.introduction, results
+
+
+def _deadline(args: argparse.Namespace, jobs: Sequence[Job]) -> float:
+    """Seconds for one job; making a case smaller is many runs of one."""
+    return args.deadline * (MAX_RUNS if any(job.shrink for job in jobs) else 1)
 
 
 def _suite_sources() -> str:
@@ -121,13 +132,20 @@ def _write(args: argparse.Namespace, data: Mapping[str, Any], results: Mapping[s
     if args.junit is not None:
         seconds = {key: float(r.details.get(assemble.SECONDS, 0.0)) for key, r in results.items()}
         _replace(args.junit, junit.render(data["body"]["cases"], name=f"paged.{args.backend}", seconds=seconds))
-    if args.repro is not None:
-        catalogue = {case.id: case for case in load(args.catalogue).cases}
-        args.repro.mkdir(parents=True, exist_ok=True)
-        for entry in data["body"]["cases"]:
-            if entry["status"] in ("fail", "error"):
-                name = entry["id"].replace("/", "--") + ".json"
-                _replace(args.repro / name, json.dumps(case_to_json(catalogue[entry["id"]]), indent=1) + "\n")
+
+
+def _reproduce(args: argparse.Namespace, catalogue: Catalogue, data: Mapping[str, Any]) -> None:
+    """A `repro.json` for every failure, as small as it gets, and for every error as it is."""
+    args.repro.mkdir(parents=True, exist_ok=True)
+    bad = {e["id"]: e for e in data["body"]["cases"] if e["status"] in ("fail", "error")}
+    jobs = [Job(i, catalogue.case(i), shrink=e["broken"]) for i, e in bad.items() if e["broken"]]
+    smallest = _execute(args, catalogue, jobs, what="shrinking ", told=("error",))[1] if jobs else {}
+    for case_id in bad:
+        found = smallest.get(case_id)
+        case = case_to_json(catalogue.case(case_id))
+        if found is not None and found.status == "fail":
+            case = found.details["case"]
+        _replace(args.repro / (case_id.replace("/", "--") + ".json"), json.dumps(case, indent=1) + "\n")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -156,7 +174,7 @@ def _case(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise InvalidInputError(f"{args.case} is not JSON: {error}") from None
     case = parse_case(entry, args.case.name)
-    _, results = _execute(args, load(), [Job(case.id, case)])
+    _, results = _execute(args, load(), [Job(case.id, case)], what=case_to_json(case))
     result = results[case.id]
     print(json.dumps({**vars(assemble.without_seconds(result)), "details": dict(result.details)}, indent=1))
     return {"fail": 1, "error": 2, "not-claimed": 3}.get(result.status, 0)
@@ -176,7 +194,7 @@ def _mutants(args: argparse.Namespace) -> int:
     if not jobs:
         raise InvalidInputError(f"no case lists a mutant that matches {args.only!r}.")
     names = [n for n in MUTANTS if args.only is None or fnmatch.fnmatchcase(n, args.only)]
-    _, results = _execute(args, catalogue, jobs, label="mutants ", told=("error",))
+    _, results = _execute(args, catalogue, jobs, what="mutants ", told=("error",))
     found = verdicts(names, [(job.mutant or "", job.case, results[job.key]) for job in jobs])
     for name, faults in found.items():
         for fault in faults:
@@ -255,7 +273,7 @@ def _replay(args: argparse.Namespace) -> int:
     entries = [e for e in body["cases"] if e["status"] != "not-claimed" and e["id"] in known]
     picked = secrets.SystemRandom().sample(entries, min(int(count), len(entries)))
     jobs = [Job(e["id"], known[e["id"]]) for e in picked]
-    _, results = _execute(args, catalogue, jobs, label="replay ")
+    _, results = _execute(args, catalogue, jobs, what="replay ")
     wrong = 0
     for entry in picked:
         again = _replayed(known[entry["id"]], results[entry["id"]], entry)

@@ -93,8 +93,6 @@ def layer_step(
 
 
 run_attend = jax.jit(layer_step, static_argnums=0, donate_argnums=1)
-run_attend_keeping = jax.jit(layer_step, static_argnums=0)
-"""The same program without donation: what probes of donation are tried on."""
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -241,27 +239,38 @@ def finite(words: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def place(
-    backend: AttentionBackend, problem: Any, keys: np.ndarray, values: np.ndarray, sharding: KvSharding | None
+    backend: AttentionBackend,
+    problem: Any,
+    keys: np.ndarray,
+    values: np.ndarray,
+    sharding: KvSharding | None,
+    *,
+    whole: bool = False,
 ) -> KvArrays:
-    """Words of all layers as the pool that the backend takes: its storage, its layout, laid over the mesh."""
+    """Words of all layers as the pool that the backend takes: its storage, its layout, laid over the mesh.
+
+    A `per_layer` backend gets the problem's layer, or, with `whole`, every layer.
+    """
     kv_dtype = problem.kv_dtype if isinstance(problem, AttendProblem) else problem.dtype
     storage = backend.capabilities.pool_storage
-    if backend.capabilities.pool_layout == "per_layer":
+    if backend.capabilities.pool_layout == "per_layer" and not whole:
         keys, values = (x[_layer_rows(problem)] for x in (keys, values))
     target = None if sharding is None else sharding.named(sharding.pool_spec)
     arrays = (jax.device_put(x.view(storage_dtype(kv_dtype, storage)), target, may_alias=False) for x in (keys, values))
     return KvArrays(*arrays, words_of=kv_dtype if storage == "words" else None)
 
 
-def fetch(backend: AttentionBackend, problem: Any, pool: KvArrays) -> tuple[np.ndarray, np.ndarray]:
+def fetch(
+    backend: AttentionBackend, problem: Any, pool: KvArrays, *, whole: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Words of all layers from a backend's pool. A layer that the backend never got is as it was."""
     out = []
     for stored, array in ((problem.keys, pool.keys), (problem.values, pool.values)):
         words = to_host("the pool", array).view(stored.dtype)
-        if backend.capabilities.pool_layout == "per_layer":
-            whole = np.array(stored)
-            whole[_layer_rows(problem)] = words
-            words = whole
+        if backend.capabilities.pool_layout == "per_layer" and not whole:
+            every = np.array(stored)
+            every[_layer_rows(problem)] = words
+            words = every
         if words.shape != stored.shape:
             raise OutputShapeError(f"the pool came back as {words.shape}, it went in as {stored.shape}.")
         out.append(words)
@@ -296,16 +305,16 @@ def _scalar(value: float | None) -> Any:
 def move(
     backend: AttentionBackend, problem: MoveProblem, *, sharding: KvSharding | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run an append, scrub or copy; the pool's words afterwards."""
+    """Run an append, scrub or copy; the pool's words afterwards.
+
+    Scrub and copy name rows of an array: a `per_layer` backend gets all layers as if they were one.
+    """
     if problem.operation == "append":
         return _append(backend, problem, sharding)
-    if backend.capabilities.pool_layout == "stacked":
-        return _move_pages(backend, problem, sharding)
-    keys, values = problem.keys, problem.values
-    for layer in range(problem.num_layers):
-        step = dataclasses.replace(problem, keys=keys, values=values, layer=layer)
-        keys, values = _move_pages(backend, step, sharding)
-    return keys, values
+    pool = place(backend, problem, problem.keys, problem.values, sharding, whole=True)
+    pages = (problem.pages,) if problem.operation == "scrub" else (problem.source, problem.target)
+    pool = run_pages(backend, sharding, problem.operation, pool, *(np.asarray(p, np.int32) for p in pages))
+    return fetch(backend, problem, pool, whole=True)
 
 
 def _append(
@@ -321,24 +330,6 @@ def _append(
     layer = 0 if backend.capabilities.pool_layout == "per_layer" else problem.layer
     slots = np.asarray(problem.slots, np.int32)
     return fetch(backend, problem, run_append(program, pool, new[0], new[1], metadata, slots, np.int32(layer)))
-
-
-def _move_pages(
-    backend: AttentionBackend, problem: MoveProblem, sharding: KvSharding | None
-) -> tuple[np.ndarray, np.ndarray]:
-    pool = place(backend, problem, problem.keys, problem.values, sharding)
-    pages = (problem.pages,) if problem.operation == "scrub" else (problem.source, problem.target)
-    rows = [_rows(backend, problem, p) for p in pages]
-    return fetch(backend, problem, run_pages(backend, sharding, problem.operation, pool, *rows))
-
-
-def _rows(backend: AttentionBackend, problem: MoveProblem, pages: np.ndarray | None) -> np.ndarray:
-    assert pages is not None
-    pages = np.asarray(pages, np.int32)
-    if backend.capabilities.pool_layout == "stacked":
-        return pages
-    inside = pages - problem.layer * problem.num_pages
-    return np.where((inside >= 0) & (inside < problem.num_pages), inside, -1).astype(np.int32)
 
 
 def table_for_slots(problem: MoveProblem) -> PageTable:

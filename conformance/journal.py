@@ -8,6 +8,7 @@ The first such death is taken for an accident and the case is run again; the sec
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -34,27 +35,31 @@ class Journal:
     """Append-only record of one run.
 
     - `results`: what was finished before this process opened it. `deaths`: case -> starts without a result.
+    - `fresh`: forget what is there. `path`: where it lies; a run in progress keeps its own file, and another run of
+      the same key begins one beside it.
     """
 
-    def __init__(self, path: Path, key: str):
-        self.path = path
+    def __init__(self, path: Path, key: str, *, fresh: bool = False):
         self.results: dict[str, Result] = {}
         self.deaths: dict[str, int] = {}
-        if not self._read(key):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._file = _locked(path)
+        self._file.seek(0)
+        kept = [] if fresh else self._read(self._file.read().splitlines(keepends=True), key)
+        if not kept:
             self.results, self.deaths = {}, {}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"key": key}) + "\n")
-        self._file: TextIO = path.open("a")
+        self._file.truncate(0)
+        self._file.write("".join(kept) if kept else json.dumps({"key": key}) + "\n")
+        self._file.flush()
 
-    def _read(self, key: str) -> bool:
-        """Read what is there; False if nothing can be used. A torn last line is what a crash leaves, and is dropped."""
+    def _read(self, lines: list[str], key: str) -> list[str]:
+        """The lines that can be used: none of another run's, and nothing after one that a crash tore."""
         try:
-            lines = self.path.read_text().splitlines()
-            if json.loads(lines[0]) != {"key": key}:
-                return False
-        except (OSError, ValueError, IndexError):
-            return False
-        intact = [lines[0]]
+            if not lines or json.loads(lines[0]) != {"key": key}:
+                return []
+        except ValueError:
+            return []
+        kept = [lines[0]]
         for line in lines[1:]:
             try:
                 entry = json.loads(line)
@@ -68,10 +73,10 @@ class Journal:
                     self.deaths.pop(result.id, None)
             except (ValueError, KeyError, TypeError):
                 break
-            intact.append(line)
-        if len(intact) != len(lines) or not self.path.read_text().endswith("\n"):
-            self.path.write_text("\n".join(intact) + "\n")
-        return True
+            if not line.endswith("\n"):
+                break
+            kept.append(line)
+        return kept
 
     def start(self, case_id: str) -> None:
         """Note that a case is about to run."""
@@ -105,3 +110,14 @@ class Journal:
         """The run is complete: close and remove the file."""
         self.close()
         self.path.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> tuple[Path, TextIO]:
+    """The file, opened and locked; another one beside it if a run in progress has it."""
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return _locked(path.with_suffix(f".{os.getpid()}{path.suffix}"))
+    return path, file

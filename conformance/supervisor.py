@@ -40,15 +40,20 @@ class WorkerStartError(PagedError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One case on the backend, or on a named mutant of it. `key` is unique in a run."""
+    """One case on the backend, or on a named mutant of it. `key` is unique in a run.
+
+    With `shrink`, the clause of a known failure, the result is that of the smallest case that still fails with it,
+    and its detail `case` is that case.
+    """
 
     key: str
     case: Case
     mutant: str | None = None
+    shrink: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The job as the worker reads it."""
-        return {"key": self.key, "case": case_to_json(self.case), "mutant": self.mutant}
+        return {"key": self.key, "case": case_to_json(self.case), "mutant": self.mutant, "shrink": self.shrink}
 
 
 def cache_directory() -> Path:

@@ -60,8 +60,9 @@ def main() -> int:
 def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -> None:
     """Make the backend, say hello, read the jobs and run them: each a case on the backend, or on a mutant of it."""
     from conformance import runner
-    from conformance.catalogue import parse_case
+    from conformance.catalogue import case_to_json, parse_case
     from conformance.environment import introduce
+    from conformance.shrink import shrink
     from paged.backends.registry import get_backend, list_backends
 
     name = request["backend"]
@@ -89,6 +90,9 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
             from conformance import faults
 
             result = runner.Session(faults.broken(job["mutant"], backend)).run(case)
+        elif job.get("shrink"):
+            smallest = shrink(case, job["shrink"], session.run)
+            result = dataclasses.replace(session.run(smallest), details={"case": case_to_json(smallest)})
         else:
             result = session.run(case)
         send(kind="result", key=job["key"], result=dataclasses.asdict(result))

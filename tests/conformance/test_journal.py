@@ -46,3 +46,14 @@ def test_discard_removes_the_file(tmp_path):
     journal = Journal(tmp_path / "x", "key")
     journal.discard()
     assert not (tmp_path / "x").exists()
+
+
+def test_a_run_in_progress_keeps_its_file(tmp_path):
+    with Journal(tmp_path / "x.jsonl", "key") as first:
+        first.finish(Result(id="a", status="pass"))
+        with Journal(tmp_path / "x.jsonl", "key") as second:
+            assert second.path != first.path
+            assert second.results == {}
+            second.discard()
+    with Journal(tmp_path / "x.jsonl", "key", fresh=True) as third:
+        assert third.results == {}

@@ -20,7 +20,7 @@ def run(tmp_path_factory):
     (folder / "pytest.ini").write_text("[pytest]\n")
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE / "vendor"), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(HERE / "vendor"), str(HERE), str(ROOT)]),
         "JAX_PLATFORMS": "cpu",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }

@@ -5,14 +5,14 @@ import os
 import time
 
 import jax.numpy as jnp
+from toy_backend import Toy
 
-from paged.backends.xla import XlaBackend
 from paged.common.errors import BackendUnavailableError
 
 
 @dataclasses.dataclass(frozen=True)
-class Acme(XlaBackend):
-    """Plain attention, with a vice that shows on steps of `rows` rows."""
+class Acme(Toy):
+    """Toy attention, with a vice that shows on steps of `rows` rows."""
 
     name: str = "acme"
     vice: str = ""
@@ -28,7 +28,7 @@ class Acme(XlaBackend):
         return declared
 
     def attend(self, query, pool, page_base, static, arrays, spec, extras):
-        if static.rung.rows == self.rows:
+        if static.rows == self.rows:
             if self.vice == "raises":
                 raise RuntimeError("no kernel for <three> rows")
             if self.vice == "hangs":
