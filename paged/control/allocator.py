@@ -33,6 +33,7 @@ class PageAllocator:
         self._head = 0
         self._num_free = self._num_pages - 1
         self._num_unconfirmed = 0
+        self._num_shared = 0
         self.allocated, self.reference_counts, self.dirty = map(
             _read_only, (self._allocated, self._references, self._dirty)
         )
@@ -57,6 +58,11 @@ class PageAllocator:
         """Allocated pages that are dirty: while this is 0 no page table can name a dirty page."""
         return self._num_unconfirmed
 
+    @property
+    def num_shared(self) -> int:
+        """Pages with more holders than one."""
+        return self._num_shared
+
     def allocate(self, count: int) -> np.ndarray | None:
         """`count` distinct pages (int32) with one reference each, or None if fewer are free; then nothing changed."""
         count = check_int("PageAllocator.allocate", "count", count, minimum=0)
@@ -77,7 +83,9 @@ class PageAllocator:
     def share(self, pages: np.ndarray | list[int]) -> None:
         """One more reference for each distinct page. Raises `UseAfterFreeError` naming a page that is not allocated."""
         pages = self._held("share", pages)
-        self._references[pages] += 1
+        held = self._references[pages]
+        self._references[pages] = held + 1
+        self._num_shared += int(np.count_nonzero(held == 1))
 
     def free(self, pages: np.ndarray | list[int]) -> np.ndarray:
         """Drop one reference of each distinct page; returns the pages (int32, ascending) that nobody holds any more.
@@ -88,6 +96,7 @@ class PageAllocator:
         left = self._references[pages] - 1
         self._references[pages] = left
         freed = pages[left == 0]
+        self._num_shared -= int(np.count_nonzero(left == 1))
         self._num_unconfirmed -= int(np.count_nonzero(self._dirty[freed]))
         self._allocated[freed] = False
         self._dirty[freed] = True
@@ -136,6 +145,9 @@ class PageAllocator:
                     f"PageAllocator: page {page} {rule} (allocated={bool(self._allocated[page])}, "
                     f"references={self._references[page]}, times in free queue={in_queue[page]})."
                 )
+        shared = int(np.count_nonzero(self._references > 1))
+        if shared != self._num_shared:
+            raise InternalError(f"PageAllocator: {shared} pages are shared, the counter says {self._num_shared}.")
         unconfirmed = int(np.count_nonzero(self._dirty & self._allocated))
         if unconfirmed != self._num_unconfirmed:
             raise InternalError(

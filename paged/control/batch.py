@@ -11,7 +11,6 @@ import numpy as np
 
 from paged.common.checks import check_int, show
 from paged.common.errors import InternalError, InvalidInputError, PagedError
-from paged.common.page_table import pages_for
 from paged.control.page_map import Handle, PageMap
 
 
@@ -27,16 +26,23 @@ class Slice(NamedTuple):
 class Batch:
     """Slices that passed `SliceReader.read`, as int64 arrays over the batch.
 
-    `rows` of the map; `starts`, `ends`: first new position and length after the step; `counts`: new tokens; `need`:
-    pages that hold `ends` tokens; `first_pages`: number, within the request, of the page that the first token goes to.
+    - `rows` of the map; `starts`, `ends`: first new position and length after the step; `counts`: new tokens.
+    - `first_pages`: number, within the request, of the page that the first token goes to.
+    - `need`: pages that hold `ends` tokens, and `page_ends`, their running sum.
+    - `num_tokens`, `num_pages`: sums of `counts` and `need`; `max_query_len`, `max_kv_len`: largest count and end.
     """
 
     rows: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
     ends: np.ndarray
-    need: np.ndarray
     first_pages: np.ndarray
+    need: np.ndarray
+    page_ends: np.ndarray
+    num_tokens: int
+    num_pages: int
+    max_query_len: int
+    max_kv_len: int
 
 
 class SliceReader:
@@ -49,8 +55,7 @@ class SliceReader:
         self._capacity = capacity_tokens
         # Decoding names the same requests step after step: what the last handles mean is remembered. Handles are
         # immutable, and whether they are open is asked anew each time.
-        self._handles: tuple[Handle, ...] = ()
-        self._rows = self._epochs = np.zeros(0, np.int64)
+        self._remember((), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def read(self, slices: Sequence[Slice]) -> Batch:
         """The batch that the slices describe.
@@ -63,31 +68,51 @@ class SliceReader:
             slices = tuple(slices)
             handles, starts, counts = zip(*slices, strict=True) if slices else ((), (), ())
             if handles != self._handles:
-                if {*map(type, handles)} - {Handle}:
-                    raise TypeError
-                self._rows = _int64([handle.row for handle in handles])
-                self._epochs = _int64([handle.epoch for handle in handles])
-                self._handles = handles
-            rows, start, count = self._rows, _int64(starts), _int64(counts)
-            order = np.arange(rows.shape[0])
-            place = np.empty(self._map.max_requests, np.int64)
-            place[rows] = order  # of slices that name one row the last stays, so the others find a stranger's place
-        except (TypeError, ValueError, AttributeError, OverflowError, IndexError):
+                self._read_handles(handles)
+            start = array("q", starts)
+            count = np.frombuffer(array("i", counts), np.int32) if counts else np.zeros(0, np.int32)
+        except (TypeError, ValueError, AttributeError, OverflowError):
             raise self._complaint(slices) from None
-        good = self._map.open_epochs[rows] == self._epochs
-        good &= self._lengths[rows] == start
-        good &= place[rows] == order
-        good &= count >= 1
-        good &= count <= self._capacity - start
-        if not good.all():
+        rows = self._rows
+        # As bytes, because that compares all rows in one call.
+        is_open = self._map.open_epochs.take(rows).tobytes() == self._epochs
+        begins = self._lengths.take(rows).tobytes() == start.tobytes()
+        starts = np.frombuffer(start, np.int64) if slices else np.zeros(0, np.int64)
+        ends = starts + count
+        fewest, most, longest = (_extreme(count, np.minimum), _extreme(count, np.maximum), _extreme(ends, np.maximum))
+        if not (is_open and begins) or longest > self._capacity or (fewest < 1 and slices):
             raise self._complaint(slices)
-        end = start + count
-        first_pages = start // self._tokens_per_page
-        return Batch(rows, start, count, end, pages_for(end, self._tokens_per_page), first_pages)
+        need = (ends + (self._tokens_per_page - 1)) // self._tokens_per_page
+        page_ends = np.add.accumulate(need)
+        return Batch(
+            rows=rows,
+            starts=starts,
+            counts=count,
+            ends=ends,
+            first_pages=starts // self._tokens_per_page,
+            need=need,
+            page_ends=page_ends,
+            num_tokens=len(slices) if most <= 1 else int(np.add.reduce(count)),
+            num_pages=int(page_ends[-1]) if slices else 0,
+            max_query_len=most,
+            max_kv_len=longest,
+        )
+
+    def _read_handles(self, handles: tuple[Handle, ...]) -> None:
+        """Remember these handles; raises `ValueError` unless they are handles of distinct rows of this map."""
+        if {*map(type, handles)} - {Handle}:
+            raise ValueError
+        rows = [handle.row for handle in handles]
+        if len(set(rows)) < len(rows) or max(rows, default=0) >= self._map.max_requests:
+            raise ValueError
+        epochs = array("q", [handle.epoch for handle in handles])
+        self._remember(handles, np.array(rows, np.int64), epochs)
+
+    def _remember(self, handles: tuple[Handle, ...], rows: np.ndarray, epochs: array[int] | np.ndarray) -> None:
+        self._handles, self._rows, self._epochs = handles, rows, epochs.tobytes()
 
     def _complaint(self, slices: Sequence[Slice]) -> Exception:
         """The error for the first slice that is wrong. Reading one by one is slow, and only done once one is."""
-        self._handles, self._rows, self._epochs = (), np.zeros(0, np.int64), np.zeros(0, np.int64)
         if not isinstance(slices, tuple):
             return InvalidInputError(f"slices must be a sequence of Slice, got {show(slices)}.")
         seen: dict[int, int] = {}
@@ -119,6 +144,5 @@ class SliceReader:
         return InternalError(f"the slices {show(slices)} were refused, and each of them is right.")
 
 
-def _int64(values: Sequence[int]) -> np.ndarray:
-    """Ints as int64; floats are a `TypeError` and never rounded, ints past 64 bits an `OverflowError`."""
-    return np.frombuffer(array("q", values), np.int64) if values else np.zeros(0, np.int64)
+def _extreme(values: np.ndarray, of: np.ufunc) -> int:
+    return int(of.reduce(values)) if values.shape[0] else 0

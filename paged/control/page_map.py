@@ -135,23 +135,33 @@ class PageMap:
         self._vacant.append(row)
         return removed
 
-    def gather(
-        self, rows: np.ndarray, first: np.ndarray | int, last: np.ndarray, out: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Pages number first[i] .. last[i] − 1 of each row, one row after the other; last ≥ first.
-
-        `out` (int32, exactly as many entries) receives them if given.
-        """
+    def gather(self, rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Pages number first[i] .. last[i] − 1 of each row, one row after the other; last ≥ first."""
         counts = last - first
         ends = np.add.accumulate(counts)
-        total = int(ends[-1]) if ends.shape[0] else 0
+        out = np.empty(int(ends[-1]) if ends.shape[0] else 0, np.int32)
+        self._gather(rows, last, counts, ends, out)
+        return out
+
+    def gather_leading(self, rows: np.ndarray, counts: np.ndarray, ends: np.ndarray, out: np.ndarray) -> None:
+        """The first counts[i] pages of each row, one row after the other, into `out` (int32, exactly as long).
+
+        `ends` is the running sum of `counts`.
+        """
+        self._gather(rows, counts, counts, ends, out)
+
+    def _gather(
+        self, rows: np.ndarray, last: np.ndarray, counts: np.ndarray, ends: np.ndarray, out: np.ndarray
+    ) -> None:
+        total = out.shape[0]
         if total > _COPY_ROWS_ABOVE * counts.shape[0]:  # long rows: one memory copy each beats an index per page
             spans = zip(rows.tolist(), (last - counts).tolist(), last.tolist())
-            return np.concatenate([self.pages[row, a:b] for row, a, b in spans], out=out)
+            np.concatenate([self.pages[row, a:b] for row, a, b in spans], out=out)
+            return
         flat = np.repeat(rows * self.max_pages + last - ends, counts)
         flat += self._up_to(total)
         # Every index is in range, and a mode that need not raise lets numpy write into `out` without a buffer.
-        return self.pages.reshape(-1).take(flat, out=out, mode="clip")
+        self.pages.reshape(-1).take(flat, out=out, mode="clip")
 
     def _up_to(self, count: int) -> np.ndarray:
         """0 .. count − 1, kept from call to call."""

@@ -36,7 +36,8 @@ class ControlPlane:
 
     One step is `prepare`. Its parts `reserve`, `confirm` and `build` are public, and `prepare` is their only sequence
     in the project. A request's *length* is the tokens that built tables have written for it. Deterministic: the same
-    calls give the same pages. Every refusal happens before anything changes.
+    calls give the same pages. Every refusal happens before anything changes. For one thread, and callbacks do not call
+    back into the plane.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class ControlPlane:
         if copy is not None:
             _check_callable("ControlPlane.prepare.copy", copy)
         batch = self._read(slices)
-        shapes = self._shapes(batch)
+        shape = self._shape(batch)
         reservation = self._reserver.reserve(batch, may_copy=copy is not None)
         if reservation is None:
             return None
@@ -164,7 +165,7 @@ class ControlPlane:
             copy(reservation.copy_source, reservation.copy_target)
         if reservation.dirty.shape[0] or reservation.copy_target.shape[0]:
             self.confirm(np.concatenate([reservation.dirty, reservation.copy_target]))
-        return self._build(batch, *shapes)
+        return self._build(batch, shape)
 
     def reserve(self, slices: Sequence[Slice]) -> Reservation | None:
         """Give each request the pages that its slice needs; None if too few are free, and then nothing changed.
@@ -173,7 +174,7 @@ class ControlPlane:
         Raises `StaleHandleError` or `InvalidInputError`, see `SliceReader.read`.
         """
         batch = self._read(slices)
-        self._shapes(batch)
+        self._shape(batch)
         return self._reserver.reserve(batch, may_copy=True)
 
     def confirm(self, pages: np.ndarray | list[int]) -> None:
@@ -197,7 +198,7 @@ class ControlPlane:
                 f"ControlPlane.build: slice {i} needs {batch.need[i]} pages, row {batch.rows[i]} holds {held[i]}. "
                 f"Call reserve with the same slices first."
             )
-        return self._build(batch, *self._shapes(batch))
+        return self._build(batch, self._shape(batch))
 
     def fork(self, handle: Handle) -> Handle | None:
         """A second request with the same tokens, sharing their pages, or None if every row is taken.
@@ -323,14 +324,16 @@ class ControlPlane:
     def _read(self, slices: Sequence[Slice]) -> Batch:
         return self._reader.read(slices)
 
-    def _shapes(self, batch: Batch) -> tuple[FixedShape, FixedShape]:
-        """The batch's own shape, and the one to pad it to: asked for before anything changes, as it may be refused."""
+    def _shape(self, batch: Batch) -> FixedShape:
+        """The shape to build the table at: asked for before anything changes, because it may be refused."""
         exact = exact_shape(batch)
-        return exact, exact if self.shapes is None else self.shapes.shape_for(exact)
+        if self.shapes is None:
+            return exact
+        return self.shapes.shape_for(exact).shape_for(exact)  # whoever wrote the policy, the step must fit
 
-    def _build(self, batch: Batch, exact: FixedShape, shape: FixedShape) -> PageTable:
+    def _build(self, batch: Batch, shape: FixedShape) -> PageTable:
         self._reserver.refuse_unready(batch)
-        table = build_table(batch, self._map, self.layout, exact, shape)
+        table = build_table(batch, self._map, self.layout, shape)
         self._lengths[batch.rows] = batch.ends
         return table
 

@@ -48,12 +48,15 @@ class Reserver:
 
     def demand(self, batch: Batch) -> Demand:
         """What a batch takes. The only place that decides it, for asking and for taking alike (scenario H11)."""
-        grow = np.maximum(batch.need - self._map.counts[batch.rows], 0)
-        first = self._first(batch)
-        references = self._allocator.reference_counts
+        grow = np.maximum(batch.need - self._map.counts.take(batch.rows), 0)
+        return Demand(grow, copies := self._copies_wanted(batch), int(np.add.reduce(grow)) + len(copies))
+
+    def _copies_wanted(self, batch: Batch) -> list[tuple[int, int, int]]:
+        if not self._allocator.num_shared:
+            return []
+        first, references = self._first(batch), self._allocator.reference_counts
         shared = references[first] > 1
-        copies = self.copies.wanted(batch, first, shared, references) if shared.any() else []
-        return Demand(grow, copies, int(np.add.reduce(grow)) + len(copies))
+        return self.copies.wanted(batch, first, shared, references) if shared.any() else []
 
     def reserve(self, batch: Batch, *, may_copy: bool) -> Reservation | None:
         """Take what the batch demands, all of it or, if too few pages can be had, nothing: then None."""
@@ -88,12 +91,15 @@ class Reserver:
     def refuse_unready(self, batch: Batch) -> None:
         """Raise `DirtyPageError` if the batch lists a dirty page, or would write into one that others hold, too."""
         if self._allocator.num_unconfirmed:
-            dirty = self._allocator.dirty_among(self._map.gather(batch.rows, 0, batch.need))
+            listed = self._map.gather(batch.rows, np.zeros_like(batch.need), batch.need)
+            dirty = self._allocator.dirty_among(listed)
             if dirty.shape[0]:
                 raise DirtyPageError(
                     f"page {dirty[0]} is dirty: {self._ledger.last_owner(int(dirty[0]))} and it was not confirmed "
                     f"overwritten since ({dirty.shape[0]} such pages). Scrub them, call confirm with them, then build."
                 )
+        if not self._allocator.num_shared and not self.copies.pending:
+            return
         first = self._first(batch)
         shared = first[self._allocator.reference_counts[first] > 1].tolist()
         shared += [copy.source for copy in self._copies_before(batch)]

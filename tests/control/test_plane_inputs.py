@@ -45,6 +45,10 @@ WRONG_SLICES = {
     "array": ([(A, np.array([6, 6]), 1)], r"start must be an int, got array"),
     "no handle": ([(0, 6, 1)], r"slice 0 must be a Slice\(handle, start, num_tokens\), got \(0, 6, 1\)"),
     "impostor": ([(Impostor(), 0, 1)], r"slice 0 must be a Slice\(handle, start, num_tokens\), got \(Impostor"),
+    "impostor of an open row": (
+        [(Impostor(-1, 1), 1, 1)],
+        r"slice 0 must be a Slice\(handle, start, num_tokens\), got",
+    ),
     "short": ([(A, 6)], r"slice 0 must be a Slice"),
     "short second": ([(A, 6, 1), (B, 1)], r"slice 1 must be a Slice"),
     "long": ([(A, 6, 1, 1)], r"slice 0 must be a Slice"),

@@ -285,4 +285,4 @@ class PlaneMachine(RuleBasedStateMachine):
 
 
 TestPlane = PlaneMachine.TestCase
-TestPlane.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPlane.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)

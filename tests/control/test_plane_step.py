@@ -202,6 +202,26 @@ def test_shapes_pad_the_table_and_refuse_before_anything_changes():
             shape.shape_for(dataclasses.replace(shape, **{field: value + 1}))
 
 
+class TooSmall:
+    """A padding policy that is wrong."""
+
+    def shape_for(self, need: FixedShape) -> FixedShape:
+        return FixedShape(need.rows, need.tokens, need.listed_pages, need.max_query_len, need.max_kv_len - 1)
+
+    def pad(self, table):
+        return table
+
+
+def test_a_policy_whose_shape_does_not_hold_the_step_is_refused_before_anything_changes():
+    plane = make_plane(shapes=TooSmall())
+    a = plane.open()
+    before = snapshot(plane)
+    for use in (lambda s: plane.prepare(s, never), plane.reserve):
+        with pytest.raises(InvalidInputError, match=r"FixedShape.max_kv_len is 2, the step needs 3"):
+            use([Slice(a, 0, 3)])
+    assert snapshot(plane) == before
+
+
 def test_rows_of_the_plane_are_limited():
     plane = make_plane(max_requests=1)
     a = open_with(plane, 1)
