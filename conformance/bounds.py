@@ -21,7 +21,7 @@ import dataclasses
 import numpy as np
 
 from conformance.case import AttendExpected, AttendProblem
-from conformance.formats import cell, encode, format_of, ulp
+from conformance.formats import cell, format_of, round_to, ulp
 from conformance.oracle import Answer, Terms, attend, terms
 from conformance.vectors.vector import Facts
 from paged.common.capabilities import NumericModel
@@ -65,8 +65,8 @@ def expect(
     low, high = cell(answer.output - bound.output, answer.output + bound.output, problem.dtype)
     if predicted is not None:
         low, high = predicted
-    lse_low = np.where(np.isneginf(answer.lse), answer.lse, _float32(answer.lse - bound.lse))
-    lse_high = np.where(np.isneginf(answer.lse), answer.lse, _float32(answer.lse + bound.lse))
+    lse_low = np.where(np.isneginf(answer.lse), answer.lse, round_to(answer.lse - bound.lse, "float32"))
+    lse_high = np.where(np.isneginf(answer.lse), answer.lse, round_to(answer.lse + bound.lse, "float32"))
     statistic = facts.statistic and not model.exact and problem.dtype != "float32"
     statistic = statistic and int(problem.table.kv_lens.max(initial=0)) <= STATISTIC_TOKENS
     return AttendExpected(
@@ -77,12 +77,6 @@ def expect(
         exact=answer.output if statistic else None,
         deviation=bound.deviation if statistic else None,
     )
-
-
-def _float32(x: np.ndarray) -> np.ndarray:
-    from conformance.formats import decode
-
-    return decode(encode(x, "float32"), "float32")
 
 
 def bounds(problem: AttendProblem, answer: Answer, model: NumericModel, facts: Facts) -> Bound:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from conformance.case import AttendProblem
-from conformance.formats import encode, format_of
+from conformance.formats import decode, encode, format_of
 from conformance.stream import Stream
 from paged.common import SENTINEL_PAGE, AttentionSpec, PageTable, build_page_table, pages_for
 from paged.common.errors import InvalidInputError
@@ -169,8 +169,6 @@ def sinks_of(case_id: str, params: Mapping[str, Any]) -> np.ndarray | None:
 
 
 def _encode(x: np.ndarray, dtype: str, name: str, exact: bool) -> np.ndarray:
-    from conformance.formats import decode
-
     words = encode(x, dtype)
     if exact and not np.array_equal(decode(words, dtype), x):
         bad = np.asarray(x)[decode(words, dtype) != x]

@@ -7,7 +7,7 @@ import pytest
 
 from conformance import oracle
 from conformance.case import AttendProblem, Case
-from conformance.formats import FORMATS, decode, is_nan, ordinal
+from conformance.formats import FORMATS, cell, decode, is_nan, ordinal
 from conformance.stream import Stream
 from conformance.vectors import generate, owned_slots
 from conformance.vectors.address import read_back
@@ -69,8 +69,6 @@ def test_predictions_agree_with_the_oracle(generator, dtype):
         low, high = v.predicted
         slack = got.output_error + 2.0**-20 * np.abs(got.output) * (generator == "ladder")
         assert np.all(decode(low, dtype) <= got.output + FORMATS[dtype].unit_roundoff * np.abs(got.output) + slack)
-        from conformance.formats import cell
-
         exact = cell(got.output - got.output_error, got.output + got.output_error, dtype)
         assert np.all(ordinal(exact[0], dtype) >= ordinal(low, dtype))
         assert np.all(ordinal(exact[1], dtype) <= ordinal(high, dtype))
