@@ -9,16 +9,19 @@ from paged.common import AttentionSpec, PageTable, build_page_table
 
 
 def random_table(
-    rng: np.random.Generator, query_lens: list[int], kv_lens: list[int], *, tokens_per_page: int, num_pages: int
+    rng: np.random.Generator,
+    query_lens: list[int],
+    kv_lens: list[int],
+    *,
+    tokens_per_page: int,
+    num_pages: int,
+    pages: list[np.ndarray] | None = None,
 ) -> PageTable:
-    """A table whose rows hold random pages, none twice; rows may hold more pages than they use."""
-    free = rng.permutation(np.arange(1, num_pages))
-    pages, at = [], 0
-    for kv_len in kv_lens:
-        need = -(-kv_len // tokens_per_page)
-        pages.append(free[at : at + need].tolist())
-        at += need
-    assert at < num_pages, "the pool of this test is too small"
+    """A table whose rows hold `pages`, or random ones, none twice."""
+    if pages is None:
+        counts = [-(-kv_len // tokens_per_page) for kv_len in kv_lens]
+        assert sum(counts) < num_pages, "the pool of this test is too small"
+        pages = np.split(rng.permutation(np.arange(1, num_pages)), np.cumsum(counts))[:-1]
     return build_page_table(
         query_lens=query_lens, kv_lens=kv_lens, pages=pages, tokens_per_page=tokens_per_page, num_pages=num_pages
     )
