@@ -25,10 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=positive, default=10.0, metavar="R", help="arrivals a second, at random (10)")
     add("--mean-prompt", type=positive, default=512.0, metavar="N", help="tokens, log-normal (512)")
     add("--mean-output", type=positive, default=128.0, metavar="N", help="tokens, log-normal (128)")
+    add("--shared-prefix", type=nonnegative, default=0, metavar="N", help="tokens before each prompt's own (0)")
+    add("--prefixes", type=count, default=1, metavar="N", help="how many different ones there are (1)")
     add("--seed", type=nonnegative, default=0, metavar="N", help="of the made-up trace (0)")
     add("--save-trace", metavar="FILE", help="write the made-up trace there")
     add("--num-pages", type=count, required=True, metavar="N", help="pages of the pool, the sentinel included")
     add("--tokens-per-page", type=count, default=16, metavar="N", help="page size (16)")
+    add("--prefix-cache", action="store_true", help="share cached prefixes among all requests")
     add("--max-requests", type=count, default=256, metavar="N", help="requests that run at once at most (256)")
     add("--step-tokens", type=count, default=2048, metavar="N", help="token budget of a step (2048)")
     add("--schedule", choices=("mixed", "prefill_first"), default="mixed", help="prompts beside or before decoding")
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from paged.cli.progress import Progress
     from paged.common.errors import InvalidInputError
     from paged.common.layout import StorageLayout
-    from paged.control import ControlPlane
+    from paged.control import ControlPlane, PrefixIndex
     from paged.control.simulate import simulate
 
     if args.save_trace and args.trace:
@@ -57,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         head_dim=1,
         dtype="int8",
     )
-    plane = ControlPlane(layout, max_requests=args.max_requests)
+    prefixes = PrefixIndex(layout) if args.prefix_cache else None
+    plane = ControlPlane(layout, max_requests=args.max_requests, prefixes=prefixes)
     cost = _cost(args.cost)
     progress = Progress(quiet=args.quiet)
     try:
@@ -102,7 +106,13 @@ def _trace(args: argparse.Namespace) -> Iterator[Iterable[Arrival]]:
 
     def made_up() -> Iterator[Arrival]:
         return generate_trace(
-            args.requests, rate=args.rate, mean_prompt=args.mean_prompt, mean_output=args.mean_output, seed=args.seed
+            args.requests,
+            rate=args.rate,
+            mean_prompt=args.mean_prompt,
+            mean_output=args.mean_output,
+            shared_prefix=args.shared_prefix,
+            num_prefixes=args.prefixes,
+            seed=args.seed,
         )
 
     if args.save_trace is not None:

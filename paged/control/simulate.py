@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from paged.common.errors import PoolExhaustedError
+from paged.common.namespace import CacheNamespace
 from paged.control.cost import CostModel
 from paged.control.counters import Counters
 from paged.control.driver import Driver
 from paged.control.plane import ControlPlane
 from paged.control.runner_protocol import Step
 from paged.control.timeline import Timeline
-from paged.control.trace import Arrival
+from paged.control.trace import Arrival, own_ids
 
 PERCENTILES = (50, 90, 99, 100)
 
@@ -59,7 +60,9 @@ class Report:
     """What a simulated run came to. Times are simulated seconds, except `host_s`, which the simulation itself took.
 
     - `finished`, `refused`: requests that ran to their end, and that could never fit.
-    - `mean_running`, `mean_pages`: over time; `peak_running`, `peak_pages`: at the end of a step.
+    - `mean_running`, `mean_pages`: over time; `peak_running`, `peak_pages`: at the end of a step. Pages that the prefix
+      index retains count as held.
+    - `prefix_tokens`: of the prompts, found cached when a request was first admitted; None without an index.
     - `time_to_first_token_s`, `between_tokens_s`: by percentile, 100 is the longest; empty if there was no such token.
     """
 
@@ -69,6 +72,7 @@ class Report:
     busy_s: float
     host_s: float
     prompt_tokens: int
+    prefix_tokens: int | None
     generated_tokens: int
     peak_running: int
     mean_running: float
@@ -99,6 +103,8 @@ class Report:
             f"first token   {_percentiles(self.time_to_first_token_s)}",
             f"between       {_percentiles(self.between_tokens_s)}",
         ]
+        if self.prefix_tokens is not None:
+            out.append(f"prefix hits   {_share(self.prefix_tokens, self.prompt_tokens)} of the prompts' tokens")
         if c.preemptions:
             out.append("throughput    not reported: with preemptions this run measures capacity")
         elif self.seconds:
@@ -122,7 +128,8 @@ def simulate(
     - `depth`, `can_mix`: of the simulated runner. The other options are those of `Driver`.
     - `on_progress(requests that arrived)`: called now and then.
 
-    A prompt given as a count stands for ids that no other prompt begins with. Raises what `Driver` raises.
+    A prompt given as a count stands for ids that no other prompt begins with. If the plane has a prefix index, all
+    requests share it. Raises what `Driver` raises.
     """
     began = time.perf_counter()
     runner = SimulatedRunner(cost, depth=depth, can_mix=can_mix)
@@ -130,15 +137,21 @@ def simulate(
     timeline = Timeline()
     arrivals = enumerate(trace)
     coming = next(arrivals, None)
-    refused = prompt_tokens = generated_tokens = peak_running = peak_pages = 0
+    namespace = None
+    if plane.prefixes is not None:
+        namespace = CacheNamespace(weights="simulated", revision=0, tokenizer="", kv_dtype=plane.layout.dtype)
+    refused = prompt_tokens = prefix_tokens = generated_tokens = peak_running = peak_pages = 0
     running_s = pages_s = 0.0
     while True:
         while coming is not None and coming[1].arrival_s <= runner.now:
             number, arrival = coming
             coming = next(arrivals, None)
             try:
-                prompt = _ids(number, arrival.prompt_tokens)
-                driver.submit(prompt, arrival.output_tokens, priority=arrival.priority, request_id=number)
+                prompt = arrival.prompt_tokens
+                prompt = own_ids(number, prompt) if isinstance(prompt, int) else prompt
+                driver.submit(
+                    prompt, arrival.output_tokens, priority=arrival.priority, request_id=number, namespace=namespace
+                )
             except PoolExhaustedError:
                 refused += 1
                 continue
@@ -159,7 +172,9 @@ def simulate(
         peak_pages = max(peak_pages, pages, plane.held_pages)
         timeline.observe(outcome, runner.now)
         for key in outcome.finished:
-            generated_tokens += len(driver.take(key).tokens)
+            result = driver.take(key)
+            generated_tokens += len(result.tokens)
+            prefix_tokens += result.prefix_tokens
             timeline.forget(key)
     return Report(
         finished=driver.counters.finished,
@@ -168,6 +183,7 @@ def simulate(
         busy_s=runner.busy_s,
         host_s=time.perf_counter() - began,
         prompt_tokens=prompt_tokens,
+        prefix_tokens=None if namespace is None else prefix_tokens,
         generated_tokens=generated_tokens,
         peak_running=peak_running,
         mean_running=running_s / runner.now if runner.now else 0.0,
@@ -179,10 +195,6 @@ def simulate(
         between_tokens_s=_summary(timeline.between_tokens_s),
         counters=driver.counters,
     )
-
-
-def _ids(number: int, prompt: int | list[int]) -> np.ndarray | list[int]:
-    return np.full(prompt, number, np.int32) if isinstance(prompt, int) else prompt
 
 
 def _share(part: float | int, whole: float | int) -> str:

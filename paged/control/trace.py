@@ -20,7 +20,7 @@ class Arrival(NamedTuple):
     """A request of a trace. `prompt_tokens`: a count, or the ids; `output_tokens`: how many it generates."""
 
     arrival_s: float
-    prompt_tokens: int | list[int]
+    prompt_tokens: int | list[int] | np.ndarray
     output_tokens: int
     priority: int = 0
 
@@ -34,12 +34,15 @@ def generate_trace(
     spread: float = 0.6,
     max_prompt: int | None = None,
     max_output: int | None = None,
+    shared_prefix: int = 0,
+    num_prefixes: int = 1,
     seed: int = 0,
 ) -> Iterator[Arrival]:
     """`num_requests` arrivals at random, `rate` a second on average (Poisson), with log-normal lengths.
 
     - `mean_prompt`, `mean_output`: in tokens. `spread`: standard deviation of the lengths' logarithm.
     - `max_prompt`, `max_output`: lengths are cut there, by default at eight times the mean.
+    - `shared_prefix`: tokens before each prompt's own, the same for all that drew the same of `num_prefixes`.
 
     Equal arguments give equal traces. Raises `InvalidInputError` naming the argument.
     """
@@ -55,13 +58,33 @@ def generate_trace(
         check_int(owner, name, math.ceil(8 * mean) if top is None else top, minimum=1)
         for name, top, mean in (("max_prompt", max_prompt, means[0]), ("max_output", max_output, means[1]))
     ]
-    return _generated(num_requests, rate, means, tops, spread, check_int(owner, "seed", seed, minimum=0))
+    rng = np.random.default_rng(check_int(owner, "seed", seed, minimum=0))
+    trace = _generated(rng, num_requests, rate, means, tops, spread)
+    shared_prefix = check_int(owner, "shared_prefix", shared_prefix, minimum=0)
+    num_prefixes = check_int(owner, "num_prefixes", num_prefixes, minimum=1)
+    if not shared_prefix:
+        return trace
+    return _with_prefixes(trace, np.random.default_rng([seed, 1]), shared_prefix, num_prefixes)
+
+
+def own_ids(number: int, count: int) -> np.ndarray:
+    """`count` token ids that no other number gives, so that prompts made of them share nothing."""
+    return np.full(count, number, np.int32)
+
+
+def _with_prefixes(
+    trace: Iterator[Arrival], rng: np.random.Generator, shared_prefix: int, num_prefixes: int
+) -> Iterator[Arrival]:
+    for number, arrival in enumerate(trace):
+        assert isinstance(arrival.prompt_tokens, int)
+        prefix = own_ids(2**31 - 1 - int(rng.integers(num_prefixes)), shared_prefix)
+        own = own_ids(number, arrival.prompt_tokens)
+        yield arrival._replace(prompt_tokens=np.concatenate([prefix, own]))
 
 
 def _generated(
-    num_requests: int, rate: float, means: list[float], tops: list[int], spread: float, seed: int
+    rng: np.random.Generator, num_requests: int, rate: float, means: list[float], tops: list[int], spread: float
 ) -> Iterator[Arrival]:
-    rng = np.random.default_rng(seed)
     now = 0.0
     for begin in range(0, num_requests, _CHUNK):
         arrivals = now + np.cumsum(rng.exponential(1 / rate, _CHUNK))
@@ -79,6 +102,8 @@ def trace_lines(trace: Iterable[Arrival]) -> Iterator[str]:
     """One JSON object a line, as `read_trace` takes them."""
     for arrival in trace:
         fields = arrival._asdict()
+        if isinstance(arrival.prompt_tokens, np.ndarray):
+            fields["prompt_tokens"] = arrival.prompt_tokens.tolist()
         if not arrival.priority:
             del fields["priority"]
         yield json.dumps(fields) + "\n"

@@ -45,6 +45,17 @@ def test_a_saved_trace_gives_the_same_run(capsys, tmp_path):
     assert trace.read_text().count("\n") == 40
 
 
+def test_prefixes_are_shared_when_asked(capsys):
+    options = [*MADE_UP, "--num-pages", "80", "--shared-prefix", "48", "--prefixes", "2"]
+    shares = []
+    for more in ([], ["--prefix-cache"]):
+        status, out, _ = run(capsys, *options, *more, "--json")
+        assert status == 0
+        shares.append(json.loads(out)["prefix_tokens"])
+    assert shares[0] is None
+    assert shares[1] > 40 * 48 / 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -5,9 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from plane_helpers import make_plane
+from plane_helpers import make_layout, make_plane
 
 from paged.common import InvalidInputError
+from paged.control import PrefixIndex
 from paged.control.cost import CostModel
 from paged.control.driver import StepOutcome
 from paged.control.simulate import simulate
@@ -87,6 +88,25 @@ def test_a_report_is_plain_data_and_an_empty_trace_has_one():
 def test_lengths_of_a_priority_go_through():
     first = run([Arrival(0.0, 4, 9), Arrival(0.0, 4, 9), Arrival(0.0, 4, 1, -1)], max_requests=1)
     assert first.time_to_first_token_s[50] == 2.0  # the third goes first, then the first
+
+
+def test_prefix_hits_by_hand_and_none_without_an_index():
+    shared, apart = list(range(20, 28)), [1] * 6  # two pages of four
+    trace = [
+        Arrival(0.0, [*shared, 1, 2], 1),
+        Arrival(5.0, [*shared, 3], 2),
+        Arrival(9.0, apart, 1),
+        Arrival(9.5, 6, 1),
+    ]
+    plane = make_plane(40, prefixes=PrefixIndex(make_layout(40)))
+    report = simulate(trace, plane, ONE_SECOND, max_step_tokens=16)
+    assert (report.prompt_tokens, report.prefix_tokens) == (10 + 9 + 6 + 6, 8)
+    assert report.counters.prefill_tokens == report.prompt_tokens - 8
+    assert report.lines()[-2] == "prefix hits   25.8 % of the prompts' tokens"
+    assert report.leaked_pages == 0
+    cold = run(trace)
+    assert (cold.prefix_tokens, cold.counters.prefill_tokens) == (None, 31)
+    assert not any("prefix" in line for line in cold.lines())
 
 
 def outcome(batch, tokens):

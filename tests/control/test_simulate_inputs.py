@@ -32,6 +32,20 @@ def test_a_written_trace_reads_back():
     assert list(read_trace(lines)) == trace
 
 
+def test_shared_prefixes_are_few_and_what_follows_is_each_ones_own():
+    options = {"rate": 1.0, "mean_prompt": 10.0, "mean_output": 5.0, "seed": 3}
+    plain, prefixed = (
+        list(generate_trace(200, **options, **more)) for more in ({}, {"shared_prefix": 7, "num_prefixes": 3})
+    )
+    assert [(a.arrival_s, a.prompt_tokens + 7, a.output_tokens) for a in plain] == [
+        (a.arrival_s, len(a.prompt_tokens), a.output_tokens) for a in prefixed
+    ]
+    assert len({tuple(a.prompt_tokens[:7]) for a in prefixed}) == 3
+    assert len({tuple(a.prompt_tokens[7:8]) for a in prefixed}) == 200
+    again = list(read_trace(trace_lines(prefixed)))
+    assert [a.prompt_tokens for a in again] == [a.prompt_tokens.tolist() for a in prefixed]
+
+
 GOOD = '{"arrival_s": 1, "prompt_tokens": 4, "output_tokens": 2}'
 
 
