@@ -65,7 +65,7 @@ TESTED = {
     "M16": ("a head dim without a kernel gives numbers instead of an error", "common reference"),
     "M17": ("an option accepted and ignored", "backends common"),
     "N1": ("weight zero times NaN", "reference"),
-    "N3": ("padding points at a live slot", "engine"),
+    "N3": ("padding points at a live slot", "backends engine"),
     "N4": ("padded output rows are NaN", "reference"),
     "N6": ("a recycled page keeps its last owner's bytes", "control engine"),
     "S1": ("as many shards as KV heads, and every shard holds all", "backends common"),
