@@ -166,6 +166,8 @@ def read(text: str, where: str = "certificate") -> dict[str, Any]:
         fields = {"id": str, "tier": int, "status": str, "elements": int, "decided": int}
         if not isinstance(entry, dict) or any(not isinstance(entry.get(k), v) for k, v in fields.items()):
             raise InvalidInputError(f"{where}: body.cases[{index}] lacks one of {', '.join(fields)}.")
+        if not isinstance(entry.get("details", {}), dict):
+            raise InvalidInputError(f"{where}: body.cases[{index}].details must be an object.")
         if entry["status"] not in STATUSES:
             raise InvalidInputError(f"{where}: body.cases[{index}] has the status {entry['status']!r}.")
     if not all(isinstance(w, dict) for w in body["waivers"]):
@@ -230,7 +232,8 @@ class Difference:
     - `verdict`: (before, after), or None if equal.
     - `claims`: claim -> (before, after).
     - `status`: case -> (before, after); None where a certificate does not have the case.
-    - `bits`: cases of equal status whose output digests differ.
+    - `bits`: cases of equal status whose demanded bits differ, or, between certificates of one backend, whose own do.
+      Where another arithmetic is claimed, other elements are decided, and nothing is compared.
     """
 
     verdict: tuple[str, str] | None
@@ -255,6 +258,7 @@ def diff(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
     """Compare two certificates' bodies."""
     old_cases = {e["id"]: e for e in before["cases"]}
     new_cases = {e["id"]: e for e in after["cases"]}
+    same_backend = before["backend"].get("entry_point") == after["backend"].get("entry_point")
     status: dict[str, tuple[str | None, str | None]] = {}
     bits: list[str] = []
     for case_id in sorted(old_cases.keys() | new_cases.keys()):
@@ -262,7 +266,7 @@ def diff(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
         pair = (old and old["status"], new and new["status"])
         if pair[0] != pair[1]:
             status[case_id] = pair
-        elif old and new and old.get("output") and new.get("output") and old["output"] != new["output"]:
+        elif old and new and _moved(old, new, same_backend):
             bits.append(case_id)
     claims = {
         name: (before["claims"].get(name), after["claims"].get(name))
@@ -272,6 +276,12 @@ def diff(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
     changed = (before["verdict"], after["verdict"])
     verdicts = changed if changed[0] != changed[1] else None
     return Difference(verdict=verdicts, claims=claims, status=status, bits=tuple(bits))
+
+
+def _moved(old: Mapping[str, Any], new: Mapping[str, Any], same_backend: bool) -> bool:
+    shared = (old.get("output"), new.get("output")) if old["decided"] == new["decided"] else (None, None)
+    own = tuple(e.get("details", {}).get("bits") for e in (old, new)) if same_backend else (None, None)
+    return any(None not in pair and pair[0] != pair[1] for pair in (shared, own))
 
 
 _FEATURES = re.compile(r"window|soft_cap|sinks|non_causal|kv_scales|lse")

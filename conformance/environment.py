@@ -24,6 +24,8 @@ SUITE_PARTS = ("conformance", "paged/common", "paged/backends")
 """What a verdict depends on besides the backend: the suite, and what hands it its arguments."""
 
 _IGNORED = {"__pycache__"}
+_OPTIONS = ("default_matmul_precision", "enable_x64", "disable_jit")
+"""Options of jax that can move bits."""
 _PACKAGES = ("jaxlib", "numpy", "equinox", "ml_dtypes", "jaxtyping")
 
 
@@ -59,6 +61,7 @@ def describe() -> dict[str, Any]:
         "system": platform.system(),
         "cpu": cpu_model(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "jax_options": {name: str(jax.config.values.get(f"jax_{name}")) for name in _OPTIONS},
         "packages": package_versions(_PACKAGES),
     }
 

@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
@@ -83,7 +84,9 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
         return
     send(kind="hello", introduction=introduce(backend, name, known[name]))
     session = runner.Session(backend)
-    for job in json.loads(more.readline() or "[]"):
+    jobs = json.loads(more.readline() or "[]")
+    threading.Thread(target=_end_with, args=(more,), daemon=True).start()
+    for job in jobs:
         case = parse_case(job["case"], "request")
         send(kind="start", key=job["key"])
         if job.get("mutant"):
@@ -97,6 +100,12 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
             result = session.run(case)
         send(kind="result", key=job["key"], result=dataclasses.asdict(result))
     send(kind="done")
+
+
+def _end_with(more: TextIO) -> None:
+    """End this process when the supervisor does, whatever a kernel is doing: nobody would read the result."""
+    more.read()
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,10 @@ def fail(case_id, status="fail"):
         (make(cases=CASES[2:], complete=False), "conformant", 0, False),
         (make(fail("t4/b", "not-claimed"), cases=CASES[-1:], complete=False), "not certifiable", 2, False),
     ],
-    ids=str,
+    ids=[
+        *("clean", "dirty", "fail", "error", "both", "waived", "one-not-claimed", "tier-not-claimed"),
+        *("unused-waiver", "waiver", "part", "part-not-claimed"),
+    ],
 )
 def test_verdict_and_exit_status(data, verdict, status, certifies):
     body = data["body"]
@@ -177,6 +180,20 @@ def test_diff_gives_four_sets():
     assert found.claims == {"dtypes": (["bfloat16", "float16"], ["bfloat16"])}
     assert found.regressions == ["t3/a: pass -> fail", "claim dtypes lost float16"]
     assert not certificate.diff(old["body"], old["body"])
+
+
+def test_bits_are_not_compared_where_other_elements_are_decided_or_another_backend_has_its_own():
+    def one(decided, output, own, name="x"):
+        result = Result(id="t2/a", status="pass", decided=decided, output=output, details={"bits": own})
+        data = make({"t2/a": result})
+        data["body"]["backend"]["entry_point"] = name
+        return data["body"]
+
+    base = one(9, "sha256:a", "sha256:b")
+    assert certificate.diff(base, one(8, "sha256:c", "sha256:b")).bits == ()
+    assert certificate.diff(base, one(9, "sha256:c", "sha256:b")).bits == ("t2/a",)
+    assert certificate.diff(base, one(9, "sha256:a", "sha256:c")).bits == ("t2/a",)
+    assert certificate.diff(base, one(9, "sha256:a", "sha256:c", "y")).bits == ()
 
 
 def test_grid_and_decided_shares():

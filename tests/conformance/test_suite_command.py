@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+
+from conformance import certificate
+from conformance.canonical import digest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -30,7 +34,8 @@ def run(tmp_path_factory):
         command = [sys.executable, "-W", "error", "-m", "paged.cli", "certify", *map(str, arguments), *where]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=folder)
 
-    certify.folder = folder  # type: ignore[attr-defined]
+    certify.folder, certify.env = folder, env  # type: ignore[attr-defined]
+    certify.command = [sys.executable, "-W", "error", "-m", "paged.cli", "certify"]  # type: ignore[attr-defined]
     return certify
 
 
@@ -156,3 +161,71 @@ def test_wrong_use_is_2_and_one_line(run, arguments, said):
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_check_and_replay_tell_a_sound_certificate_from_an_edited_one(run):
+    out = run.folder / "shipped.json"
+    done = run("acme", "-o", out, "--only", "scrub/bf16*", tiny=False)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(out.read_text())
+    data["body"]["suite"]["tree"] = "clean"
+    data["body"]["digests"]["suite"] = digest(data["body"]["suite"])
+    sound = certificate.seal(data["body"], {})
+    out.write_text(json.dumps(sound))
+    checked = run("--check", out, tiny=False)
+    assert checked.returncode == 3, checked.stdout
+    assert "it certifies nothing: a part of the level was run" in checked.stdout
+    replayed = run("--replay", "2", out, tiny=False)
+    assert (replayed.returncode, replayed.stdout) == (0, "replayed 2 cases, 0 differ\n"), replayed.stderr
+    entry = sound["body"]["cases"][0]
+    entry["output"] = "sha256:" + "0" * 64
+    out.write_text(json.dumps(sound))
+    edited = run("--check", out, tiny=False)
+    assert edited.returncode == 1
+    assert f"case {entry['id']!r} was edited" in edited.stdout
+    assert run("--replay", "9", out, tiny=False).returncode == 1
+
+
+def test_waivers_turn_a_known_failure_into_waived_and_must_not_outlive_it(run, good):
+    file = run.folder / "waivers.toml"
+    waiver = '[[waiver]]\ncase = "attend/gen*"\nreason = "known"\nissue = "https://example.org/1"\nuntil = "99"\n'
+    file.write_text(waiver)
+    out = run.folder / "waived.json"
+    done = run(*vice("scales-twice"), "-o", out, "--waivers", file, "--only", "attend/[gp]*")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert statuses(out) == {"attend/generic": "waived", "attend/pair": "pass"}
+    passing = run("acme", "--waivers", file, "--only", "attend/[gp]*")
+    assert passing.returncode == 1
+    assert "waiver 'attend/gen*' is passing" in passing.stdout
+
+
+def test_a_run_that_was_killed_is_resumed(run):
+    command = [
+        *run.command,
+        *vice("naps"),
+        "--catalogue",
+        str(HERE / "tiny"),
+        "--only",
+        "[am]*/[ap]*",
+        "--deadline",
+        "60",
+    ]
+    process = subprocess.Popen(
+        command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=run.env, cwd=run.folder
+    )
+    journals = run.folder / "cache" / "paged" / "journals"
+    try:
+        until(lambda: any('"result"' in p.read_text() and "acme" in p.name for p in journals.glob("acme-*.jsonl")))
+    finally:
+        process.kill()
+        process.wait()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120, env=run.env, cwd=run.folder)
+    assert again.returncode == 0, again.stderr
+    assert "resuming: " in again.stderr
+
+
+def until(ready):
+    end = time.monotonic() + 60
+    while not ready():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.1)

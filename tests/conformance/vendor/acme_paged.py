@@ -33,6 +33,8 @@ class Acme(Toy):
                 raise RuntimeError("no kernel for <three> rows")
             if self.vice == "hangs":
                 time.sleep(600)
+            if self.vice == "naps":
+                time.sleep(8)
             if self.vice == "dies":
                 print("about to die", flush=True)
                 os.abort()
