@@ -182,13 +182,14 @@ class Driver:
         Its pages become free at once, or as the steps under way that name them are collected.
         Raises `InvalidInputError` for an id that is neither unfinished nor among the results.
         """
-        request = self._requests.get(request_id)
-        if request is None:
-            if request_id in self.finished:
-                return False
-            raise InvalidInputError(f"abort: there is no request {show(request_id)}: never submitted, or taken.")
-        self._finish(request, "abort")
-        return True
+        return self._end("abort", request_id)
+
+    def stop(self, request_id: RequestId) -> bool:
+        """Finish a request as if the last token that it sampled were an end of text, say after a stop string.
+
+        Like `abort`, but the result's reason is `"stop"`, and its pages are published.
+        """
+        return self._end("stop", request_id)
 
     def take(self, request_id: RequestId) -> Result:
         """Remove and return the result of a finished request; its id may then be used again.
@@ -318,6 +319,15 @@ class Driver:
                 del request.tokens[request.num_known :]
                 request.in_flight = 0
                 self._schedule.requeue(request)
+
+    def _end(self, reason: str, request_id: RequestId) -> bool:
+        request = self._requests.get(request_id)
+        if request is None:
+            if request_id in self.finished:
+                return False
+            raise InvalidInputError(f"{reason}: there is no request {show(request_id)}: never submitted, or taken.")
+        self._finish(request, reason)
+        return True
 
     def _finish(self, request: Request, reason: str) -> None:
         """The one way in which a request ends (scenario H1)."""

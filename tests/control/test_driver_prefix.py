@@ -85,6 +85,21 @@ def test_being_preempted_or_aborted_publishes_nothing_generated(end):
         assert results[keys[1]].prefix_tokens == 0  # its own page, found again, is no hit of its prompt
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_stopping_a_request_finishes_it_with_what_it_has(depth):
+    driver, runner = make_driver(num_pages=30, depth=depth, prefixes=True)
+    key = driver.submit(PROMPT[:5], 20, namespace=SPACE)
+    for _ in range(5):
+        driver.step()
+    assert driver.stop(key) is True
+    assert driver.stop(key) is driver.abort(key) is False
+    result = run(driver)[key]
+    assert (result.tokens, result.reason) == (expected(PROMPT[:5], 5)[0], "stop")
+    assert published(driver, runner) == sorted([PROMPT[:4], [*PROMPT[4:5], *result.tokens[:3]]])
+    with pytest.raises(InvalidInputError, match="stop: there is no request 'x'"):
+        driver.stop("x")
+
+
 def test_what_a_lost_step_wrote_is_not_published():
     driver, runner = make_driver(num_pages=30, depth=2, prefixes=True)
     prompt = PROMPT[:7]

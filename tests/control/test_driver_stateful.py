@@ -39,7 +39,7 @@ class DriverMachine(RuleBasedStateMachine):
             prefixes=prefixes,
         )
         self.wanted = {}
-        self.aborted = set()
+        self.ended = {}
         self.prompts = []
 
     @rule(
@@ -71,13 +71,13 @@ class DriverMachine(RuleBasedStateMachine):
             assert outcome.query_lens.sum() <= self.driver.max_step_tokens
 
     @precondition(lambda self: self.wanted)
-    @rule(data=st.data())
-    def abort(self, data):
+    @rule(data=st.data(), how=st.sampled_from(["abort", "stop"]))
+    def end(self, data, how):
         key = data.draw(st.sampled_from(sorted(self.wanted)))
         done = key in self.driver.finished
-        assert self.driver.abort(key) is not done
+        assert getattr(self.driver, how)(key) is not done
         if not done:
-            self.aborted.add(key)
+            self.ended[key] = how
 
     @precondition(lambda self: not self.driver.idle)
     @rule(where=st.sampled_from(["fail_dispatch", "fail_collect"]))
@@ -104,8 +104,8 @@ class DriverMachine(RuleBasedStateMachine):
         results = run(self.driver)
         assert results.keys() == self.wanted.keys()
         for key, (tokens, reason) in self.wanted.items():
-            if key in self.aborted:
-                assert results[key].reason == "abort"
+            if key in self.ended:
+                assert results[key].reason == self.ended[key]
                 assert results[key].tokens == tokens[: len(results[key].tokens)]
             else:
                 assert (results[key].tokens, results[key].reason) == (tokens, reason)
