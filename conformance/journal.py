@@ -73,9 +73,7 @@ class Journal:
                     self.deaths.pop(result.id, None)
             except (ValueError, KeyError, TypeError):
                 break
-            if not line.endswith("\n"):
-                break
-            kept.append(line)
+            kept.append(line.rstrip("\n") + "\n")
         return kept
 
     def start(self, case_id: str) -> None:

@@ -21,6 +21,17 @@ def test_results_survive_and_another_key_starts_afresh(tmp_path):
             assert fresh.results == {}
 
 
+def test_a_last_line_without_its_end_is_not_glued_to_the_next(tmp_path):
+    path = tmp_path / "x"
+    with Journal(path, "key") as journal:
+        journal.finish(Result(id="a", status="pass"))
+    path.write_text(path.read_text().rstrip("\n"))
+    with Journal(path, "key") as second:
+        second.finish(Result(id="b", status="pass"))
+    with Journal(path, "key") as third:
+        assert list(third.results) == ["a", "b"]
+
+
 def test_an_interruption_is_forgiven(tmp_path):
     with Journal(tmp_path / "x", "key") as journal:
         journal.start("a")
