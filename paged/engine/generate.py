@@ -14,7 +14,8 @@ from paged.common.checks import check_int
 from paged.common.errors import InvalidInputError, PagedError, PoolExhaustedError
 from paged.common.page_table import pages_for
 from paged.control.page_map import Handle
-from paged.engine.runtime import OnChunk, Runtime, Token
+from paged.engine.runner import Token
+from paged.engine.runtime import OnChunk, Runtime
 from paged.models import Decoder
 
 OnToken = Callable[[int, Token, str], object]

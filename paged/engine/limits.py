@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,10 +54,10 @@ def layout_for(
     return layout(min(budget // page_bytes, most))
 
 
-def build_pool(layout: StorageLayout, backend: AttentionBackend, sharding: KvSharding | None) -> KvPool:
+def build_pool(layout: StorageLayout, backend: AttentionBackend, sharding: KvSharding | None, device: Any) -> KvPool:
     """The pool on its devices. Raises `PoolExhaustedError` with the arithmetic if a device has not that much memory."""
     try:
-        return KvPool(layout, backend, sharding)
+        return KvPool(layout, backend, sharding, device=device)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -106,8 +107,8 @@ def shortage(plane: ControlPlane, slices: Sequence[Slice]) -> str:
     )
 
 
-def platform_of(model: Decoder, sharding: KvSharding | None) -> str:
-    """Platform of the model's devices. Raises `InvalidInputError` if they are not those of the pool's mesh."""
+def device_of(model: Decoder, sharding: KvSharding | None) -> Any:
+    """The model's device, or one of them. Raises `InvalidInputError` if they are not those of the pool's mesh."""
     devices = model.embedding.devices()
     mesh = devices if sharding is None else set(sharding.mesh.devices.flat)
     if devices != mesh or (sharding is None and len(devices) > 1):
@@ -116,4 +117,4 @@ def platform_of(model: Decoder, sharding: KvSharding | None) -> str:
             f"Runtime: the model's weights are on {len(devices)} devices, the pool would be on {where}. Load the model "
             f"with the same KvSharding that you give here."
         )
-    return next(iter(devices)).platform
+    return min(devices, key=lambda device: device.id)

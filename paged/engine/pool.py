@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from paged.backends.moves import from_storage, pool_structs, to_storage
 from paged.backends.protocol import AttentionBackend, KvArrays
@@ -31,7 +32,8 @@ _Result = TypeVar("_Result")
 class KvPool:
     """A handle on the pool's device arrays. Each step consumes the handle and returns the next one.
 
-    - `layout`, `backend`, `sharding`: geometry, how it is stored, and the mesh it lives on; None is one device.
+    - `layout`, `backend`, `sharding`: geometry, how it is stored, and the mesh it lives on.
+    - `device`: the jax device where it lives without a mesh; by default the first one.
     - The arrays are made by a program whose output is sharded, so no device ever holds more than its share.
     - Every operation that writes donates the buffers: they keep their addresses, and the old handle is dead. Using a
       dead handle raises `DonatedPoolError`.
@@ -39,7 +41,14 @@ class KvPool:
     Raises `InvalidInputError` if the layout was made for another mesh, or for several shards and no mesh is given.
     """
 
-    def __init__(self, layout: StorageLayout, backend: AttentionBackend, sharding: KvSharding | None = None):
+    def __init__(
+        self,
+        layout: StorageLayout,
+        backend: AttentionBackend,
+        sharding: KvSharding | None = None,
+        *,
+        device: Any = None,
+    ):
         if sharding is not None:
             sharding.require(layout)
         elif layout.kv_head_shards != 1 or layout.pool_replicas != 1:
@@ -48,7 +57,7 @@ class KvPool:
                 f"sharding was given: the pool would silently live whole on one device. Pass KvSharding(mesh, kv_axes)."
             )
         self._geometry = _Geometry(layout, backend, sharding)
-        self._arrays: PoolArrays | None = _zeros_program(self._geometry)()
+        self._arrays: PoolArrays | None = _zeros_program(self._geometry, device)()
 
     @property
     def layout(self) -> StorageLayout:
@@ -193,11 +202,14 @@ class _Geometry:
         return tuple(move(layer, *ids) for layer in arrays)
 
 
-def _zeros_program(geometry: _Geometry) -> Callable[[], PoolArrays]:
+def _zeros_program(geometry: _Geometry, device: Any = None) -> Callable[[], PoolArrays]:
     """The program that makes an empty pool, each device its own share."""
     capabilities = geometry.backend.capabilities
     structs = pool_structs(geometry.layout, capabilities)
-    placed = None if geometry.sharding is None else geometry.sharding.named(geometry.sharding.pool_spec)
+    if geometry.sharding is None:
+        placed = SingleDeviceSharding(jax.devices()[0] if device is None else device)
+    else:
+        placed = geometry.sharding.named(geometry.sharding.pool_spec)
 
     def build() -> PoolArrays:
         def one() -> KvArrays:

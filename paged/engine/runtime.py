@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
-from paged.backends.protocol import AttentionBackend, Rung
+from paged.backends.protocol import AttentionBackend
 from paged.backends.registry import get_backend
 from paged.backends.sharding import KvSharding
 from paged.backends.step import check_step
@@ -16,37 +15,23 @@ from paged.common.checks import check_int, refuse_rows
 from paged.common.errors import InvalidInputError, PoolExhaustedError, UnsupportedError
 from paged.common.page_table import PageTable, pages_for
 from paged.control import ControlPlane, Handle, ShapeLadders, Shapes, Slice
-from paged.engine.limits import build_pool, check_prompt, layout_for, platform_of, shortage
+from paged.engine.limits import build_pool, check_prompt, device_of, layout_for, shortage
 from paged.engine.pool import KvPool
-from paged.engine.step import Program, pack_step, step
-from paged.engine.step_inputs import build_step_inputs
+from paged.engine.runner import DeviceRunner, OnToken, Packed, Token
+from paged.engine.step import Program
 from paged.models import Decoder
 
 OnChunk = Callable[[int, int], object]
 """on_chunk(tokens done, tokens in all), after each step of a prefill."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Token:
-    """One sampled token: its id, natural-log probability, and the likeliest (id, log probability) pairs if asked."""
-
-    id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreparedStep:
-    """A step whose pages are reserved and clean; run or cancel it once, before its requests' next one.
-
-    `samples[i]` says whether slice i yields a token.
-    """
+    """A step whose pages are reserved and clean; run or cancel it once, before its requests' next one."""
 
     slices: tuple[Slice, ...]
     table: PageTable
-    rung: Rung
-    packed: np.ndarray
-    samples: np.ndarray
+    packed: Packed
 
 
 class Runtime:
@@ -64,8 +49,12 @@ class Runtime:
     Everything the backend does not declare is refused here, before the pool is built. Raises `UnsupportedError` naming
     the capability, `InvalidInputError`, or `PoolExhaustedError` with the arithmetic of a pool that does not fit.
 
-    Two ways in. By request: `add`, `prefill`, `decode`, `release`. By slices, for a driver that keeps the tokens:
-    `plane.open`, `prepare_step`, `run`, `release`. Both are the same steps: one dispatch, one transfer to the device.
+    Three ways in, all of them the same steps: one dispatch, one transfer to the device.
+
+    - By request: `add`, `prefill`, `decode`, `release`.
+    - By slices: `plane.open`, `prepare_step`, `run`, `plane.release`; the caller keeps the tokens.
+    - By a `paged.control.Driver(runtime.plane, runtime.runner, …)`, which then has the plane for itself; `depth` and
+      `on_token` are the runner's, see `DeviceRunner`.
     """
 
     def __init__(
@@ -83,6 +72,8 @@ class Runtime:
         sharding: KvSharding | None = None,
         shapes: Shapes | None = None,
         scan: bool | None = None,
+        depth: int = 1,
+        on_token: OnToken | None = None,
         poison_freed: bool = False,
     ):
         backend = get_backend(backend) if isinstance(backend, str) else backend
@@ -98,7 +89,7 @@ class Runtime:
             dtype=kv_dtype or dtype,
             sharding=sharding,
         )
-        platform = platform_of(model, sharding)
+        device = device_of(model, sharding)
         check_step(
             backend,
             self.layout,
@@ -107,10 +98,10 @@ class Runtime:
             dtype=dtype,
             sharding=sharding,
             batches=("prefill", "decode"),
-            platform=platform,
+            platform=device.platform,
         )
         stacked = backend.capabilities.pool_layout == "stacked"
-        self._program = Program(backend, sharding, platform, stacked if scan is None else scan, num_top)
+        program = Program(backend, sharding, device.platform, stacked if scan is None else scan, num_top)
         self.max_tokens = min(self.layout.usable_pages * tokens_per_page, model.config.max_positions)
         self.plane = ControlPlane(
             self.layout,
@@ -123,21 +114,22 @@ class Runtime:
                 max_tokens=max_step_tokens,
                 max_kv_len=self.max_tokens,
             ),
-            poison_freed=self._poison if poison_freed else None,
+            poison_freed=(lambda pages: self.runner.poison(pages)) if poison_freed else None,
         )
-        self._pool = build_pool(self.layout, backend, sharding)
+        pool = build_pool(self.layout, backend, sharding, device)
+        self.runner = DeviceRunner(model, pool, program, max_rows=max_requests, depth=depth, on_token=on_token)
         self._tokens: dict[Handle, list[int]] = {}
         self._prepared: set[PreparedStep] = set()
 
     @property
     def backend(self) -> AttentionBackend:
         """The backend that computes attention."""
-        return self._program.backend
+        return self.runner.program.backend
 
     @property
     def pool(self) -> KvPool:
         """The pool as it is now; every step replaces it."""
-        return self._pool
+        return self.runner.pool
 
     def add(self, prompt: Sequence[int] | np.ndarray) -> Handle:
         """A handle for a new request; nothing runs and no page is taken yet.
@@ -224,19 +216,17 @@ class Runtime:
         lengths = np.array([len(k) for k in known], np.int64)
         refuse_rows("Runtime", "start + num_tokens", ends, ends > lengths, "goes past the known tokens")
         refuse_rows("Runtime", "positions", ends, ends > self.max_tokens, f"exceed the {self.max_tokens} that fit")
-        mixed = len({s.num_tokens == 1 for s in slices}) > 1
-        if mixed and "mixed" not in self.backend.capabilities.features:
+        if not self.runner.can_mix and len({s.num_tokens == 1 for s in slices}) > 1:
             raise UnsupportedError(
                 f"backend {self.backend.name!r} does not declare 'mixed': one step cannot hold slices of one token and "
                 f"longer ones. Schedule them apart.",
                 capability="mixed",
             )
-        table = self.plane.prepare(slices, self._scrub, self._copy)
+        table = self.plane.prepare(slices, self.runner.scrub, self.runner.copy)
         if table is None:
             return None
-        inputs = build_step_inputs(slices, known, table)
-        packed, rung = pack_step(inputs, table)
-        prepared = PreparedStep(tuple(slices), table, rung, packed, inputs.samples[: len(slices)])
+        packed = self.runner.pack([s.handle for s in slices], slices, known, table)
+        prepared = PreparedStep(tuple(slices), table, packed)
         self._prepared.add(prepared)
         return prepared
 
@@ -254,22 +244,13 @@ class Runtime:
         self._take(prepared)
         number = self.plane.dispatch(prepared.table)
         try:
-            self._pool, sampled = self._pool.step(
-                lambda arrays: step(self._program, prepared.rung, self.model, arrays, prepared.packed)
-            )
-            host = jax.device_get(sampled)
+            ticket = self.runner.launch(prepared.packed)
         except BaseException:
             self._undo(prepared)
             raise
         finally:
             self.plane.retire(number)
-        rows = np.flatnonzero(prepared.samples)
-        refuse_rows("step", "log probability", host.logprobs[rows], np.isnan(host.logprobs[rows]), _NOT_FINITE)
-        out: list[Token | None] = [None] * len(prepared.slices)
-        for row in rows.tolist():
-            top = zip(host.top_tokens[row].tolist(), host.top_logprobs[row].tolist())
-            out[row] = Token(int(host.tokens[row]), float(host.logprobs[row]), tuple(top))
-        return out
+        return self.runner.read(ticket)
 
     def _take(self, prepared: PreparedStep) -> None:
         if prepared not in self._prepared:
@@ -295,12 +276,11 @@ class Runtime:
         """Slices of one prefill step, in order, as many tokens as a step may have."""
         slices: list[Slice] = []
         room = self.max_step_tokens
-        may_mix = "mixed" in self.backend.capabilities.features
         for handle in pending:
             count = min(self._uncached(handle), room)
             if not count:
                 continue
-            if not may_mix and slices and (count == 1) != (slices[0].num_tokens == 1):
+            if not self.runner.can_mix and slices and (count == 1) != (slices[0].num_tokens == 1):
                 continue
             slices.append(Slice(handle, self.plane.length(handle), count))
             room -= count
@@ -314,17 +294,3 @@ class Runtime:
         if handle not in self._tokens:
             raise InvalidInputError(f"Runtime: {handle} was not opened by add(); pass its tokens as `known`.")
         return self._tokens[handle]
-
-    def _scrub(self, pages: np.ndarray) -> None:
-        self._pool = self._pool.scrub(pages)
-
-    def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
-        self._pool = self._pool.copy(source, target)
-
-    def _poison(self, pages: np.ndarray) -> None:
-        self._pool = self._pool.poison(pages)
-
-
-_NOT_FINITE = (
-    "is NaN, so the logits are not finite: a weight is, or the dtype overflowed. Try float32, and check the weights"
-)

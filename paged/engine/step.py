@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32
@@ -40,14 +41,21 @@ def pack_step(inputs: StepInputs, table: PageTable) -> tuple[np.ndarray, Rung]:
     return np.concatenate([inputs.tokens, inputs.positions, inputs.sample_indices, vector]), rung
 
 
-def step(
-    program: Program, rung: Rung, model: Decoder, pool: PoolArrays, packed: np.ndarray
-) -> tuple[PoolArrays, Sampled]:
-    """One step over a packed batch: the pool to use from now on, and what was sampled, one entry for each row.
+def from_previous(row: int) -> int:
+    """What stands in a packed step for the token that row `row` of the step before sampled: below every token id."""
+    return -1 - row
 
-    `pool` is donated. Compiles once for each program, rung and structure of the model.
+
+def step(
+    program: Program, rung: Rung, model: Decoder, pool: PoolArrays, previous: Array, packed: np.ndarray
+) -> tuple[PoolArrays, Array, Sampled]:
+    """One step over a packed batch: the pool to use from now on, the next `previous`, and what each row sampled.
+
+    - `pool` is donated. `previous` (most rows of any step,) int32: tokens that the step before sampled, by row.
+
+    Compiles once for each program, rung and structure of the model.
     """
-    return jitted(program.platform)(program, rung, model, pool, packed)
+    return jitted(program.platform)(program, rung, model, pool, previous, packed)
 
 
 @functools.cache
@@ -58,13 +66,19 @@ def jitted(platform: str) -> Any:
 
 
 def traced_step(
-    program: Program, rung: Rung, model: Decoder, pool: PoolArrays, packed: Int32[Array, " n"]
-) -> tuple[PoolArrays, Sampled]:
+    program: Program,
+    rung: Rung,
+    model: Decoder,
+    pool: PoolArrays,
+    previous: Int32[Array, " m"],
+    packed: Int32[Array, " n"],
+) -> tuple[PoolArrays, Int32[Array, " m"], Sampled]:
     """What `step` compiles: unpack, plan, run the decoder, sample."""
     ends = np.cumsum([rung.tokens, rung.tokens, rung.rows])
     tokens, positions, sample_indices, vector = (
         packed[a:b] for a, b in zip([0, *ends.tolist()], [*ends.tolist(), packed.shape[0]])
     )
+    tokens = jnp.where(tokens < 0, previous[-1 - tokens], tokens)
     table = unpack_table(vector, rung)
     backend, sharding, config = program.backend, program.sharding, model.config
     stored = pool[0] if isinstance(pool, tuple) else pool
@@ -75,6 +89,8 @@ def traced_step(
         tokens, positions, sample_indices, pool, plans, backend=backend, sharding=sharding, scan=program.scan
     )
     sampled = greedy(logits, num_top=program.num_top)
+    kept = sampled.tokens[: previous.shape[0]]
+    previous = jnp.zeros_like(previous).at[: kept.shape[0]].set(kept)
     if sharding is not None:
-        sampled = jax.lax.with_sharding_constraint(sampled, sharding.named(PartitionSpec()))
-    return pool, sampled
+        previous, sampled = jax.lax.with_sharding_constraint((previous, sampled), sharding.named(PartitionSpec()))
+    return pool, previous, sampled

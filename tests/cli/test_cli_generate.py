@@ -112,7 +112,7 @@ def test_json_has_ids_and_log_probabilities_and_texts_are_those_printed(capsys, 
     texts = [c["text"] for c in document["completions"]]
     assert status(*base, *both, "--top-logprobs", "1") == 0
     assert capsys.readouterr().out == f"--- 0: hello\n{texts[0]}\n--- 1: what?\n{texts[1]}\n"
-    assert status(*base, "--prompt", "hello", "--max-requests", "2", "--top-logprobs", "1") == 0
+    assert status(*base, "--prompt", "hello", "--tensor-parallel", "2") == 0
     assert capsys.readouterr().out == f"{texts[0]}\n"
 
 

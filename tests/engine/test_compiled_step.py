@@ -9,7 +9,7 @@ import pytest
 from conformance.hlo import parse, pool_sized, problems
 from paged.control import Slice
 from paged.engine import Runtime
-from paged.engine import runtime as runtime_module
+from paged.engine import runner as runner_module
 from paged.engine.step import jitted, step, traced_step
 from paged.models import shard_decoder
 
@@ -33,7 +33,8 @@ def prepare(tiny, tensor_mesh):
 
 def compiled(program, runtime, prepared):
     """The program that `runtime.run(prepared)` runs, compiled and not run."""
-    arguments = (runtime._program, prepared.rung, runtime.model, runtime.pool.arrays, prepared.packed)
+    runner, packed = runtime.runner, prepared.packed
+    arguments = (runner.program, packed.rung, runner.model, runtime.pool.arrays, runner._previous, packed.vector)
     return program.lower(*arguments).compile()
 
 
@@ -66,7 +67,7 @@ def test_the_reading_can_fail(prepare):
 
 def test_the_host_sends_one_array_in_a_step(prepare, monkeypatch):
     seen = []
-    monkeypatch.setattr(runtime_module, "step", lambda *arguments: seen.append(arguments) or step(*arguments))
+    monkeypatch.setattr(runner_module, "step", lambda *arguments: seen.append(arguments) or step(*arguments))
     runtime, prepared = prepare()
     runtime.run(prepared)
     (arguments,) = seen

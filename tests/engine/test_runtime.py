@@ -17,7 +17,7 @@ from paged.common import (
 )
 from paged.control import Slice
 from paged.engine import limits, replay
-from paged.engine import runtime as runtime_module
+from paged.engine import runner as runner_module
 from paged.engine.step import step
 
 TIE = 1e-3
@@ -141,7 +141,7 @@ def test_every_step_keeps_the_addresses_and_spends_the_old_handle(make_runtime, 
 def test_few_programs_are_compiled(make_runtime, prompts, monkeypatch):
     runtime = make_runtime(max_step_tokens=64)
     programs = []
-    monkeypatch.setattr(runtime_module, "step", lambda *a: programs.append((*a[:2], a[-1].shape)) or step(*a))
+    monkeypatch.setattr(runner_module, "step", lambda *a: programs.append((*a[:2], a[-1].shape)) or step(*a))
     for batch in (prompts[:2], prompts[2:5], prompts[5:], prompts[1:4]):
         handles = [runtime.add(p) for p in batch]
         runtime.prefill(handles)
@@ -202,7 +202,7 @@ def test_scenario_n3_padding_writes_to_no_page_that_somebody_owns(make_runtime, 
     runtime.decode(handles)
     # Padding writes the same bits in every step, so what it may have written before is covered first.
     owned = np.concatenate([runtime.plane.pages_of(handle) for handle in handles])
-    runtime._poison(np.setdiff1d(np.arange(1, 41, dtype=np.int32), owned))
+    runtime.runner.poison(np.setdiff1d(np.arange(1, 41, dtype=np.int32), owned))
     before = [np.stack(x) for x in zip(*(runtime.pool.read(page) for page in range(1, 41)))]
     written = np.zeros((40, 3, 4), bool)  # page, layer, offset
     for handle in handles[:2]:
@@ -275,7 +275,7 @@ def test_a_step_that_is_refused_leaves_the_requests_as_they_were(make_runtime, p
         raise ValueError("refused while tracing")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime_module, "step", refused)
+        patch.setattr(runner_module, "step", refused)
         with pytest.raises(ValueError, match="while tracing"):
             runtime.prefill([handle])
     assert runtime.plane.length(handle) == 0
@@ -350,7 +350,7 @@ def test_the_pool_is_sized_by_pages_or_by_bytes(make_runtime):
 
 
 def test_a_pool_beyond_the_device_says_the_arithmetic(make_runtime, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
     monkeypatch.setattr(limits, "KvPool", full)

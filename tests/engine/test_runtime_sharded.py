@@ -41,7 +41,7 @@ def alone(make_runtime, serve):
     return serve(make_runtime(num_pages=20))
 
 
-@pytest.mark.parametrize(("shards", "replicas"), [(2, 1), (4, 1), (8, 1), (4, 2)])
+@pytest.mark.parametrize(("shards", "replicas"), [(2, 1), (8, 1), (4, 2)])
 def test_sharded_steps_give_the_same_tokens(tiny, make_runtime, tensor_mesh, serve, alone, shards, replicas):
     sharding = tensor_mesh(shards, replicas)
     runtime = make_runtime(shard_decoder(tiny(), sharding), num_pages=20, sharding=sharding)
@@ -60,7 +60,7 @@ def test_sharded_steps_give_the_same_tokens(tiny, make_runtime, tensor_mesh, ser
 
 
 def test_sampled_tokens_are_the_same_on_every_device(tiny, make_runtime, tensor_mesh, prompts, monkeypatch):
-    from paged.engine import runtime as module
+    from paged.engine import runner as module
 
     kept = []
     sharding = tensor_mesh(2, 1)
@@ -69,7 +69,7 @@ def test_sampled_tokens_are_the_same_on_every_device(tiny, make_runtime, tensor_
 
     def spy(*args):
         out = program(*args)
-        kept.append(out[1])
+        kept.append(out[1:])
         return out
 
     monkeypatch.setattr(module, "step", spy)
