@@ -21,22 +21,22 @@ TIE = 1e-3
 
 @pytest.fixture(scope="module")
 def generator(smollm2):
-    options = {"num_pages": 17, "max_requests": 2, "max_step_tokens": 64, "poison_freed": True}
-    return Generator(smollm2.model, smollm2.tokenizer, **options)
+    options = {"num_pages": 41, "tokens_per_page": 4, "max_requests": 2, "max_step_tokens": 64}
+    return Generator(smollm2.model, smollm2.tokenizer, poison_freed=True, **options)
 
 
 def test_tokens_follow_the_dense_path_over_pages_and_their_reuse(smollm2, generator):
-    # Three prompts on two rows, then one of 100 tokens in chunks of 64: 8 of 16 pages, most of them used before and
-    # filled with NaN when they were freed.
-    completions = generator.generate(PROMPTS, max_tokens=20, eos=())
+    # Three prompts on two rows, then one of 100 tokens in chunks of 64, over 28 of 40 pages of four tokens, some of
+    # which were used before and filled with NaN when they were freed; then one on pages that all were.
+    completions = generator.generate(PROMPTS, max_tokens=10, eos=())
     assert completions[0].text.startswith(" Paris")
     long = smollm2.tokenizer.encode(" ".join(PROMPTS * 9))[:100]
-    for completion in [*completions, *generator.generate([long], max_tokens=20, eos=())]:
+    for completion in [*completions, *generator.generate([long], max_tokens=10, eos=())]:
         parity = replay(smollm2.model, [*completion.prompt_ids, *completion.token_ids], len(completion.prompt_ids))
         assert parity.flips(TIE) == []
         assert (parity.behind[parity.top_gap > TIE] == 0).all()
         np.testing.assert_allclose(completion.logprobs, parity.logprobs, atol=3e-4)
-    again = generator.generate([PROMPTS[1]], max_tokens=20, eos=())[0]
+    again = generator.generate([PROMPTS[1]], max_tokens=10, eos=())[0]
     assert again.token_ids == completions[1].token_ids
     generator.runtime.plane.verify()
     assert generator.runtime.plane.held_pages == 0
