@@ -5,8 +5,8 @@ else. Two habits make that true of the bits, before the final rounding already:
 
 - Every sum is a tree over positions, or over head dim, of a shape fixed by their number alone: not by the page size,
   the batch, the shard, or what a library's matrix product would choose.
-- Every product that is summed is exact (24 bits times 24, or a float64 in two parts), so that it does not matter
-  whether a compiler turns a product and a sum into one fused operation, which none can be kept from.
+- Every product that is summed is exact (24 bits times 24, or 24 times a float64 in two parts), so that it does not
+  matter whether a compiler fuses a product and a sum into one operation, which none can be kept from.
 
 Visible keys and values are finite; an infinity or NaN among them, or in a query, may make that token's output NaN.
 """
@@ -91,11 +91,12 @@ def exact(
     stop = jnp.minimum(tokens.position + 1, tokens.kv_len) if spec.causal else tokens.kv_len
     start = jnp.zeros_like(stop) if spec.window is None else jnp.maximum(tokens.position - (spec.window - 1), 0)
     block = functools.partial(_block, pool=pool, base=page_base, page_ids=tokens.page_ids, spec=spec, extras=extras)
-    blocks = -(-count // _TOKENS)
+    wide = max(1, min(_TOKENS, count))
+    blocks = -(-count // wide)
 
     def cut(x: Array) -> Array:  # zeros make tokens that see nothing
-        whole = jnp.pad(x, [(0, blocks * _TOKENS - count)] + [(0, 0)] * (x.ndim - 1))
-        return whole.reshape(blocks, _TOKENS, *x.shape[1:])
+        whole = jnp.pad(x, [(0, blocks * wide - count)] + [(0, 0)] * (x.ndim - 1))
+        return whole.reshape(blocks, wide, *x.shape[1:])
 
     out, lse = lax.map(lambda cuts: block(*cuts), tuple(cut(x) for x in (query, start, stop, tokens.first_page)))
     return out.reshape(-1, heads, out.shape[-1])[:count], lse.reshape(-1, heads)[:count]
@@ -137,7 +138,7 @@ def _block(
             s = _times(s, widen(extras.key_scale, "float32"))
         s = _times(s, np.float64(np.float32(spec.scale)))
         if spec.soft_cap is not None:
-            cap = np.float64(spec.soft_cap)
+            cap = np.float64(spec.soft_cap)  # of any width: the mask below stands between this product and a sum
             s = cap * jnp.tanh(s / cap)
         return jnp.where(positions(step)[1][:, None, None], s, np.float64(-np.inf))
 
@@ -184,7 +185,7 @@ def _sum(x: Array, *, axis: int) -> Array:
 
 
 def _parts(x: Array) -> tuple[Array, Array]:
-    """`x` as a sum of two: its product with a number of 24 bits, rounded, as a sum of two that are exact."""
+    """`x` as a sum of two numbers of at most 27 bits: the product of either with a number of 24 bits is exact."""
     high_bits = lax.bitcast_convert_type(x, jnp.uint64) & np.uint64(2**64 - 2**26)
     high = lax.bitcast_convert_type(high_bits, jnp.float64)
     return high, x - high

@@ -33,6 +33,7 @@ class Format(NamedTuple):
 
     @property
     def bias(self) -> int:
+        """What is taken from the exponent field to get the exponent."""
         return (1 << (self.exponent_bits - 1)) - (self.specials != "fnuz")
 
 
@@ -72,7 +73,7 @@ def widen(x: Shaped[Array, "*n"], dtype: str) -> Float64[Array, "*n"]:
     return jnp.where(negative, -value, value)
 
 
-def round_once(x: Float64[Array, "*n"], dtype: str) -> Float64[Array, "*n"] | Shaped[Array, "*n"]:
+def round_once(x: Float64[Array, "*n"], dtype: str) -> Shaped[Array, "*n"]:
     """`x` rounded to nearest, ties to even, to bfloat16, float16 or float32; subnormals are kept.
 
     Beyond the largest finite value it is an infinity; a NaN is the quiet NaN; a zero, rounded or not, is +0.
@@ -85,7 +86,7 @@ def round_once(x: Float64[Array, "*n"], dtype: str) -> Float64[Array, "*n"] | Sh
     # Below the normal range the spacing stays what it is at the lowest exponent: more bits go. From 54 on, all go.
     drop = jnp.minimum(52 - form.fraction_bits + jnp.maximum(lowest - exponent, 0), 54)
     kept = significand >> drop
-    rounded = (significand + (jnp.left_shift(np.int64(1), drop - 1)) - 1 + (kept & 1)) >> drop
+    rounded = (significand + jnp.left_shift(np.int64(1), drop - 1) - 1 + (kept & 1)) >> drop
     # The leading one, and a carry out of the fraction, add to the exponent field by themselves.
     rounded = rounded + ((jnp.maximum(exponent, lowest) - lowest) << form.fraction_bits)
     infinity = ((1 << form.exponent_bits) - 1) << form.fraction_bits

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import addresses, new_tokens, pool_sized, scanned_step, small_step
+from reference_compiled import addresses, new_tokens, pool_sized, scanned_step, small_step
 from reference_problem import BACKEND, DTYPES, Batch, attend, bits, lay, poison
 
 from paged.backends.moves import layer_slots, storage_dtype

@@ -155,18 +155,19 @@ def test_compiled_or_not(monkeypatch):
         assert_same(attend_float64(laid, SPEC, EXTRAS), compiled)
 
 
-def test_under_vmap_and_inside_a_scan():
-    """Four layers at once and one after the other: the layer's offset may be traced."""
-    one = lay(Batch.random([2], [9], heads=(6, 2)))
-    rung = Rung.of(one.table)
-    arrays = BACKEND.plan_arrays(rung, one.arrays)
-    pool = jax.tree.map(lambda x: jnp.tile(x, (4, 1, 1, 1)), one.pool)
+def test_layers_at_once_and_one_after_the_other():
+    """Each layer reads its own pages, its offset traced, under vmap and inside a scan."""
+    laid = [lay(Batch.random([2], [9], heads=(6, 2), seed=seed)) for seed in range(3)]
+    rung, num_pages = Rung.of(laid[0].table), laid[0].layout.num_pages
+    pool = jax.tree.map(lambda *x: jnp.concatenate(x), *(x.pool for x in laid))
+    expected = [np.stack(x) for x in zip(*([bits(x) for x in attend(one, SPEC, EXTRAS)] for one in laid))]
+    assert len(np.unique(expected[1][:, 0, 0])) == 3
 
-    def layer(base):
-        return BACKEND.attend(one.query, pool, base, rung, arrays, SPEC, EXTRAS)
+    def layer(index, query):
+        arrays = BACKEND.plan_arrays(rung, laid[0].arrays)
+        return BACKEND.attend(query, pool, index * num_pages, rung, arrays, SPEC, EXTRAS)
 
-    expected = [bits(x) for x in attend(one, SPEC, EXTRAS)]
-    bases = jnp.arange(4, dtype=jnp.int32) * one.layout.num_pages
-    for many in (jax.vmap(layer), lambda bases: jax.lax.map(layer, bases)):
-        for got, words in zip(jax.jit(many)(bases), expected):
-            assert np.count_nonzero(bits(got) != words[None]) == 0
+    layers = jnp.arange(3, dtype=jnp.int32), jnp.stack([x.query for x in laid])
+    for many in (jax.vmap(layer), lambda *x: jax.lax.map(lambda x: layer(*x), x)):
+        for got, words in zip(jax.jit(many)(*layers), expected):
+            assert np.count_nonzero(bits(got) != words) == 0

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import addresses, collectives, new_tokens, scanned_step, small_step
 from jax.sharding import Mesh
+from reference_compiled import addresses, collectives, new_tokens, scanned_step, small_step
 from reference_problem import DTYPES, bits
 
 from paged.backends.protocol import AttentionExtras
