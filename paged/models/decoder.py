@@ -89,6 +89,7 @@ class Decoder(eqx.Module):
         - `sample_indices`: tokens whose logits are wanted, e.g. the last one of every request.
         - `pool`: what `paged.engine.KvPool` holds; donate it, and use the returned one from then on.
         - `plans`: `plan_step` for each `AttentionSpec` of `config.block`, in order.
+        - `sharding`: the mesh that weights and pool lie on; logits are then laid over the vocabulary.
         - `scan`: run the layers as one compiled loop over the block, carrying the pool. False unrolls them; a tuple
           of per-layer pools must be unrolled.
 

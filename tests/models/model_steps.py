@@ -13,6 +13,7 @@ import numpy as np
 from paged.backends.metadata import pack_table, unpack_table
 from paged.backends.registry import get_backend
 from paged.backends.step import plan_step
+from paged.backends.xla.backend import XlaBackend
 from paged.common import AttentionSpec, build_page_table
 from paged.engine.pool import KvPool
 from paged.models import DecoderConfig
@@ -104,19 +105,9 @@ def dense_logits(model, tokens):
 _dense = jax.jit(lambda model, tokens: model.dense(tokens))
 
 
-@dataclasses.dataclass(frozen=True)
-class PerLayer:
+class PerLayer(XlaBackend):
     """The xla backend, declaring that it wants one pool for each layer."""
 
-    inner: Any = XLA
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
     @property
-    def name(self) -> str:
-        return "per-layer"
-
-    @property
-    def capabilities(self) -> Any:
-        return dataclasses.replace(self.inner.capabilities, pool_layout="per_layer")
+    def capabilities(self):
+        return dataclasses.replace(super().capabilities, pool_layout="per_layer")

@@ -58,7 +58,6 @@ def llama(model, tokens):
 
 
 CONFIGS = {
-    "plain": {},
     "tied, every head its own keys, a large epsilon": {
         "tied_embeddings": True,
         "num_kv_heads": 4,

@@ -12,7 +12,6 @@ from paged.models import decoder_specs, random_decoder, shard_decoder
 
 CONFIG = tiny_config(num_query_heads=16, num_kv_heads=8, head_dim=8, intermediate_size=64)
 MESHES = {
-    "tensor=1": ((1,), ("tensor",), ("tensor",)),
     "tensor=2": ((2,), ("tensor",), ("tensor",)),
     "tensor=8": ((8,), ("tensor",), ("tensor",)),
     "data=2,tensor=4": ((2, 4), ("data", "tensor"), ("tensor",)),

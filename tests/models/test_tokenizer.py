@@ -5,13 +5,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_checkpoints import LETTERS, MERGES, SPECIALS, TOKENS
+from tiny_checkpoints import (
+    CONFIG,
+    LETTERS,
+    MERGES,
+    SPECIALS,
+    TOKENS,
+    gguf_tensors,
+    hf_tensors,
+    write_gguf,
+    write_huggingface,
+)
 
 from paged.common import InvalidInputError
+from paged.models import random_decoder
 from paged.models.tokenizer import Tokenizer, byte_level_tokenizer
 
 FIELDS = {"split": "smollm", "special": [0, 1, 2], "eos": (2, 0), "bos": 1}
@@ -144,33 +156,27 @@ import sys
 for name in {forbidden}:
     sys.modules[name] = None  # importing it now fails, lazily or not
 from paged.models.checkpoint import load_model
-loaded = load_model({source!r})
-stream = loaded.tokenizer.stream()
-assert "".join(map(stream.push, loaded.tokenizer.encode("hello"))) + stream.finish() == "hello"
+for source in {sources}:
+    loaded = load_model(source)
+    stream = loaded.tokenizer.stream()
+    assert "".join(map(stream.push, loaded.tokenizer.encode("hello"))) + stream.finish() == "hello"
 present = [m for m in sys.modules if m.split(".")[0] in {forbidden} and sys.modules[m] is not None]
 assert not present, present
 """
 
 
-def run_load(source, forbidden=FORBIDDEN):
-    code = LOAD.format(forbidden=forbidden, source=str(source))
+def run_load(sources, forbidden=FORBIDDEN):
+    code = LOAD.format(forbidden=forbidden, sources=[str(s) for s in sources])
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
 def test_loading_and_tokenizing_need_no_torch_and_no_transformers(tmp_path):
-    import jax
-    from tiny_checkpoints import CONFIG, gguf_tensors, hf_tensors, write_gguf, write_huggingface
-
-    from paged.models import random_decoder
-
     model = random_decoder(CONFIG, jax.random.key(0))
-    for source in (
-        write_gguf(tmp_path / "tiny.gguf", gguf_tensors(model)),
-        write_huggingface(tmp_path / "hf", hf_tensors(model)),
-    ):
-        done = run_load(source)
-        assert done.returncode == 0, done.stderr
-    assert "tokenizers" in run_load(source, (*FORBIDDEN, "tokenizers")).stderr
+    file = write_gguf(tmp_path / "tiny.gguf", gguf_tensors(model))
+    directory = write_huggingface(tmp_path / "hf", hf_tensors(model))
+    done = run_load([file, directory])
+    assert done.returncode == 0, done.stderr
+    assert "tokenizers" in run_load([], (*FORBIDDEN, "tokenizers")).stderr
 
 
 def imported(source):
