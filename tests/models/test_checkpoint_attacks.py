@@ -67,8 +67,21 @@ def test_an_absolute_path_is_refused_even_if_it_names_the_right_file(sharded):
         load_model(sharded)
 
 
-@pytest.mark.parametrize("target", ["model-00001-of-00003.safetensors", "tokenizer.json"])
+LINKED = [
+    "config.json",
+    "tokenizer.json",
+    "model.safetensors.index.json",
+    "model-00001-of-00003.safetensors",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+]
+
+
+@pytest.mark.parametrize("target", LINKED)
 def test_a_link_that_leaves_the_directory_is_refused(sharded, target):
+    if not (sharded / target).exists():
+        (sharded / target).write_text("{}")
     outside = sharded.parent / f"secret-{target}"
     (sharded / target).rename(outside)
     (sharded / target).symlink_to(outside)

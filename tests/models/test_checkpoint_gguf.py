@@ -89,6 +89,8 @@ REFUSED = {
     "value heads": ({"llama__attention__value_length": 8}, r"attention\.value_length=8 is not implemented"),
     "partial rotary": ({"llama__rope__dimension_count": 8}, r"rope\.dimension_count=8 is not implemented"),
     "sentencepiece": ({"tokenizer__ggml__model": "llama"}, r"tokenizer\.ggml\.model='llama' is not implemented"),
+    "no split": ({"skip": ("tokenizer.ggml.pre",)}, r"tokenizer\.ggml\.pre=None .* must be named"),
+    "ended": ({"tokenizer__ggml__add_eos_token": True}, r"with add_eos_token=True is not implemented"),
     "split": ({"tokenizer__ggml__pre": "tekken"}, r"pre-tokenizer 'tekken' is not implemented"),
     "heads": ({"llama__attention__head_count_kv": 3}, r"num_query_heads=4 is not a multiple of num_kv_heads=3"),
     "head dim": (
@@ -105,6 +107,13 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path, tensors, name):
     changes, message = REFUSED[name]
     with pytest.raises(InvalidInputError, match=message):
         load_model(write_gguf(tmp_path / "tiny.gguf", tensors, **changes))
+
+
+def test_an_unknown_key_can_be_vouched_for(tmp_path, tensors):
+    path = write_gguf(tmp_path / "tiny.gguf", tensors, llama__trained_on="a boat")
+    with pytest.raises(InvalidInputError, match=r"llama\.trained_on='a boat' .*vouched_for=\('llama\.trained_on',\)"):
+        load_model(path)
+    assert load_model(path, vouched_for=("llama.trained_on",)).config.num_layers == 2
 
 
 def test_head_dim_defaults_as_the_format_says_and_the_weights_are_asked(tmp_path, tensors):

@@ -50,7 +50,7 @@ def load_model(
     - `dtype`: of the weights on the device: float32, bfloat16 or float16.
     - `sharding`: build every weight directly on its shards; None is the default device.
     - `progress`: called with (weight, done, total) as weights arrive.
-    - `vouched_for`: keys of a `config.json`, unknown here, that the caller knows to change nothing.
+    - `vouched_for`: keys of the config, unknown here, that the caller knows to change nothing.
 
     Raises `InvalidInputError` before any weight is read if the config asks for something that the decoder does not
     implement, or if a tensor is missing, unknown, of another shape or dtype, or reaches past its file.
@@ -62,10 +62,10 @@ def load_model(
 
 
 def _load_gguf(
-    path: Path, dtype: str, sharding: KvSharding | None, progress: Progress | None, _: Collection[str]
+    path: Path, dtype: str, sharding: KvSharding | None, progress: Progress | None, vouched_for: Collection[str]
 ) -> LoadedModel:
     file = GgufFile(path)
-    config = gguf_format.read_config(file)
+    config = gguf_format.read_config(file, vouched_for)
     tokenizer = gguf_format.read_tokenizer(file, config)
     check_tensors(str(path), config, file.tensors, gguf_format.NAMING, gguf_format.DTYPES)
     tensors = gguf_format.unpermuted(config, file.tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,9 +65,12 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-def read_config(file: GgufFile) -> DecoderConfig:
-    """The metadata as a `DecoderConfig`; keys under `llama.` that are not implemented are refused by name."""
-    where, data = str(file.path), file.metadata
+def read_config(file: GgufFile, vouched_for: Collection[str] = ()) -> DecoderConfig:
+    """The metadata as a `DecoderConfig`.
+
+    Keys under `llama.` that are not implemented are refused by name, except those in `vouched_for`.
+    """
+    where, data = str(file.path), {k: v for k, v in file.metadata.items() if k not in vouched_for}
     architecture = data.get("general.architecture")
     if architecture != "llama":
         raise InvalidInputError(f"{where}: general.architecture={architecture!r} is not implemented, only 'llama' is.")
@@ -112,7 +115,10 @@ def _refuse_unimplemented(where: str, own: Mapping[str, Any]) -> None:
         if key in _IMPLEMENTED and value == _IMPLEMENTED[key]:
             continue
         if key not in _READ:
-            raise InvalidInputError(f"{where}: llama.{key}={value!r} is not implemented; it would change the logits.")
+            raise InvalidInputError(
+                f"{where}: llama.{key}={value!r} is not implemented, so it may change what the model computes. If it "
+                f"does not, pass vouched_for=('llama.{key}',)."
+            )
     kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", 1.0)
     if kind != "none" and not (kind == "linear" and factor == 1.0):
         raise InvalidInputError(f"{where}: llama.rope.scaling.type={kind!r} with factor {factor} is not implemented.")
@@ -167,7 +173,12 @@ def read_tokenizer(file: GgufFile, config: DecoderConfig) -> Tokenizer:
         raise InvalidInputError(
             f"{where}: {len(tokens)} tokens, {len(types)} token types and vocab_size={config.vocab_size} do not agree."
         )
-    split = data.get("tokenizer.ggml.pre", "gpt-2")
+    split = data.get("tokenizer.ggml.pre")
+    if not isinstance(split, str) or data.get("tokenizer.ggml.add_eos_token", False):
+        raise InvalidInputError(
+            f"{where}: tokenizer.ggml.pre={split!r} with add_eos_token={data.get('tokenizer.ggml.add_eos_token')!r} is "
+            f"not implemented: the cut before merges must be named, and no text is ended by the tokenizer."
+        )
     add_bos = data.get("tokenizer.ggml.add_bos_token", split == "llama-bpe")
     return byte_level_tokenizer(
         tokens,

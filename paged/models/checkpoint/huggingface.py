@@ -13,10 +13,12 @@ from safetensors import SafetensorError, safe_open
 from paged.common import AttentionSpec
 from paged.common.checks import check_int, check_number
 from paged.common.errors import InvalidInputError
-from paged.models.checkpoint.resolve import file_inside, read_json
+from paged.models.checkpoint.resolve import file_inside, own_file, read_json, read_text
 from paged.models.checkpoint.weights import Naming, StoredTensor
 from paged.models.config import DecoderConfig, llama3_rope_factors
 from paged.models.tokenizer import Tokenizer, tokenizer_from_json
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 DTYPES = ("F32", "BF16", "F16")
 """Element types that are read, as safetensors names them."""
@@ -82,7 +84,7 @@ def read_config(directory: Path, vouched_for: Collection[str] = ()) -> DecoderCo
     Every key is read, known to change no logit, of the value that the decoder implements, or null; anything else is
     refused by name, except keys in `vouched_for`. The end-of-text ids of `generation_config.json` come first.
     """
-    where = directory / "config.json"
+    where = own_file(directory, "config.json") or directory / "config.json"
     data = {k: v for k, v in read_json(where).items() if k not in vouched_for}
     _refuse_unimplemented(where, data)
     heads = _size(where, data, "num_attention_heads")
@@ -170,8 +172,8 @@ def _number(where: Path, data: Mapping[str, Any], key: str) -> float:
 
 
 def _end_of_text(directory: Path, data: Mapping[str, Any]) -> tuple[int, ...]:
-    generation = directory / "generation_config.json"
-    ids = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    generation = own_file(directory, "generation_config.json")
+    ids = read_json(generation).get("eos_token_id") if generation else None
     ids = data.get("eos_token_id") if ids is None else ids
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
@@ -181,13 +183,13 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
 
     Names in an index are file names inside the directory and nothing else (requirement X3).
     """
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
-        return [file_inside(directory, single.name, why=str(directory))], None
-    if not index.is_file():
+    single, index = own_file(directory, _WEIGHTS), own_file(directory, _INDEX)
+    if single:
+        return [single], None
+    if not index:
         pickles = [p.name for p in directory.glob("*.bin")] + [p.name for p in directory.glob("*.pt*")]
         found = f" ({sorted(pickles)[0]} is a pickle, which is never read: convert it)" if pickles else ""
-        raise InvalidInputError(f"{directory} has neither {single.name} nor {index.name}{found}.")
+        raise InvalidInputError(f"{directory} has neither {_WEIGHTS} nor {_INDEX}{found}.")
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise InvalidInputError(f"{index}: weight_map must be an object that names a file for each tensor.")
@@ -229,15 +231,11 @@ def read_tensors(
 
 def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
     """`tokenizer.json`, with the chat template of `chat_template.jinja` or `tokenizer_config.json` as text."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
+    path = own_file(directory, "tokenizer.json")
+    if not path:
         raise InvalidInputError(f"{directory} has no tokenizer.json. Save the tokenizer in its fast form there.")
-    tokenizer = tokenizer_from_json(
-        file_inside(directory, path.name, why=str(directory), suffix=".json"),
-        eos=config.eos,
-        bos=config.bos,
-        chat_template=_chat_template(directory),
-    )
+    template = _chat_template(directory)
+    tokenizer = tokenizer_from_json(path, eos=config.eos, bos=config.bos, chat_template=template)
     if tokenizer.vocab_size > config.vocab_size:
         raise InvalidInputError(
             f"{path} has ids up to {tokenizer.vocab_size - 1}; the model's vocab_size is {config.vocab_size}."
@@ -246,10 +244,10 @@ def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
 
 
 def _chat_template(directory: Path) -> str | None:
-    template, settings = directory / "chat_template.jinja", directory / "tokenizer_config.json"
-    if template.is_file():
-        return template.read_text(encoding="utf-8")
-    value = read_json(settings).get("chat_template") if settings.is_file() else None
+    template, settings = own_file(directory, "chat_template.jinja"), own_file(directory, "tokenizer_config.json")
+    if template:
+        return read_text(template)
+    value = read_json(settings).get("chat_template") if settings else None
     if isinstance(value, list):  # several named templates
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
         value = named.get("default")

