@@ -46,16 +46,15 @@ def introduce(backend: Any, name: str, value: str) -> dict[str, Any]:
 def describe() -> dict[str, Any]:
     """Versions and device. Touches the devices of the running process, which must be where the cases run."""
     import jax
-    import jax.numpy as jnp
 
-    (device,) = jnp.zeros(()).devices()  # the default device, however it was chosen
+    device = current_device()
     version = device.client.platform_version
     return {
         "jax": jax.__version__,
         "python": platform.python_version(),
         "platform": device.platform,
         "device": device.device_kind,
-        "devices": jax.device_count(),
+        "devices": len(all_devices()),
         "driver": " ".join(str(version).split()),
         "machine": platform.machine(),
         "system": platform.system(),
@@ -64,6 +63,21 @@ def describe() -> dict[str, Any]:
         "jax_options": {name: str(jax.config.values.get(f"jax_{name}")) for name in _OPTIONS},
         "packages": package_versions(_PACKAGES),
     }
+
+
+def current_device() -> Any:
+    """The device that jax uses by default, however it was chosen."""
+    import jax.numpy as jnp
+
+    (device,) = jnp.zeros(()).devices()
+    return device
+
+
+def all_devices() -> list[Any]:
+    """Every device of the platform that jax uses by default: what a mesh is made of."""
+    import jax
+
+    return jax.devices(current_device().client.platform)
 
 
 def cpu_model() -> str:

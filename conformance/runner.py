@@ -13,6 +13,7 @@ import numpy as np
 from conformance import execute, relations
 from conformance.canonical import digest
 from conformance.case import AttendExpected, AttendProblem, Case, MoveProblem, Result
+from conformance.environment import all_devices, current_device
 from conformance.execute import ReplicaError
 from conformance.judge import expectation, judge_attend, judge_move
 from conformance.needs import unmet
@@ -53,11 +54,11 @@ class Session:
             return Result(id=case.id, status="error", diagnosis=describe_error(error))
 
     def _require_platform(self) -> None:
-        here, wanted = jax.default_backend(), self.backend.capabilities.platforms
-        if here not in wanted and not (here in ("gpu", "cuda", "rocm") and {"gpu"} & wanted):
-            raise NoDeviceError(
-                f"no device: {self.backend.name!r} runs on {', '.join(sorted(wanted))}; here is {here}."
-            )
+        here, wanted = current_device(), self.backend.capabilities.platforms
+        names = {here.platform, here.client.platform}  # a GPU is "gpu", and "cuda" or "rocm"
+        if not names & wanted:
+            runs, found = ", ".join(sorted(wanted)), " or ".join(sorted(names))
+            raise NoDeviceError(f"no device: {self.backend.name!r} runs on {runs}; here is {found}.")
 
     def _run(self, case: Case) -> Result:
         params = case.params
@@ -208,7 +209,7 @@ def mesh_sharding(mesh: Mesh | None) -> KvSharding | None:
     if mesh is None:
         return None
     shape = tuple(mesh.sizes.values())
-    count, devices = int(np.prod(shape)), jax.devices()
+    count, devices = int(np.prod(shape)), all_devices()
     if len(devices) < count:
         raise NoDeviceError(f"no device: {mesh} needs {count} devices, this process sees {len(devices)}.")
     grid = np.array(devices[:count]).reshape(shape)

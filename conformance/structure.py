@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from conformance import execute, hlo
 from conformance.case import AttendProblem, Case, Result
+from conformance.environment import all_devices
 from conformance.runner import CHECKS, Check, NoDeviceError, Session, mesh_sharding, parse_mesh
 from paged.backends.protocol import AttentionBackend
 from paged.backends.sharding import KvSharding
@@ -125,7 +126,7 @@ def over_sharded(session: Session, case: Case) -> Result:
     """A head axis over more devices than KV heads is refused with both numbers and the way out (sharded.5)."""
     problem = _problem(session, case)
     heads = problem.keys.shape[2]
-    devices = jax.devices()
+    devices = all_devices()
     shards = 2 * heads
     if len(devices) < shards:
         raise NoDeviceError(
