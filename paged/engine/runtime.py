@@ -238,19 +238,18 @@ class Runtime:
     def run(self, prepared: PreparedStep) -> list[Token | None]:
         """Run a prepared step and wait for it: for each slice the sampled token, or None where its prompt goes on.
 
-        If it fails before the pool was given away, the requests are as they were before `prepare_step`. Raises
-        `InvalidInputError` for a step that ran or was cancelled already, and if the logits are not finite.
+        If it fails, the requests are as they were before `prepare_step`; the pool too, unless it was given away
+        already. Raises `InvalidInputError` for a step that ran or was cancelled, and if the logits are not finite.
         """
         self._take(prepared)
         number = self.plane.dispatch(prepared.table)
         try:
-            ticket = self.runner.launch(prepared.packed)
+            return self.runner.read(self.runner.launch(prepared.packed))
         except BaseException:
             self._undo(prepared)
             raise
         finally:
             self.plane.retire(number)
-        return self.runner.read(ticket)
 
     def _take(self, prepared: PreparedStep) -> None:
         if prepared not in self._prepared:

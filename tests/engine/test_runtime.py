@@ -289,7 +289,10 @@ def test_logits_that_are_not_finite_are_an_error(tiny, make_runtime):
     bad = dataclasses.replace(model, norm=model.norm.at[0].set(jnp.nan))
     runtime = make_runtime(bad)
     with pytest.raises(InvalidInputError, match=r"log probability is NaN.*row 0"):
-        runtime.prefill([runtime.add([1, 2])])
+        runtime.prefill([handle := runtime.add([1, 2])])
+    assert runtime.plane.length(handle) == 0
+    assert runtime.release(handle).shape == (0,)
+    assert runtime.plane.held_pages == 0
 
 
 @dataclasses.dataclass(frozen=True)
