@@ -332,9 +332,11 @@ class Driver:
     def _finish(self, request: Request, reason: str) -> None:
         """The one way in which a request ends (scenario H1)."""
         del self._requests[request.id]
-        if reason != "abort":
+        if reason != "abort" and request.namespace is not None:
             # What steps under way write is left out: they may yet be lost.
-            self._schedule.publish(request, request.cached - request.in_flight)
+            plans = [flight.plan for flight in self._flying]
+            unsure = sum(n for plan in plans for r, n in zip(plan.requests, plan.counts) if r is request)
+            self._schedule.publish(request, request.cached - unsure)
         self._schedule.drop(request)
         tokens = tuple(request.tokens[request.num_prompt : request.num_known])
         self.finished[request.id] = Result(

@@ -100,6 +100,20 @@ def test_stopping_a_request_finishes_it_with_what_it_has(depth):
         driver.stop("x")
 
 
+def test_a_chunk_under_way_is_not_published_when_its_request_is_stopped():
+    driver, runner = make_driver(num_pages=30, depth=2, max_step_tokens=8, prefixes=True)
+    key = driver.submit([*PROMPT, *PROMPT], 5, namespace=SPACE)
+    driver.step()  # two chunks were dispatched and one of them collected
+    assert driver.stop(key)
+    assert published(driver, runner) == [PROMPT[:4], PROMPT[4:8]]
+    runner.fail_collect = True
+    with pytest.raises(ConnectionError):
+        driver.step()
+    runner.fail_collect = False
+    again = driver.submit([*PROMPT, *PROMPT], 5, namespace=SPACE)
+    assert run(driver)[again].tokens == expected([*PROMPT, *PROMPT], 5)[0]
+
+
 def test_what_a_lost_step_wrote_is_not_published():
     driver, runner = make_driver(num_pages=30, depth=2, prefixes=True)
     prompt = PROMPT[:7]
