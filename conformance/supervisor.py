@@ -24,6 +24,7 @@ from paged.common.errors import PagedError
 
 STARTUP_SECONDS = 180.0
 LOG_TAIL_BYTES = 2000
+LOG_READ_BYTES = 1 << 16
 
 
 class BackendRefusedError(PagedError):
@@ -137,9 +138,13 @@ class Worker:
         code = self.process.wait()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - LOG_TAIL_BYTES))
-        tail = self._log.read().decode(errors="replace").strip()
-        return f"{how}; it printed last: {tail}" if tail else how
+        self._log.seek(max(0, size - LOG_READ_BYTES))
+        text = self._log.read()
+        # The interpreter's dump of all stacks is long; what the kernel printed before it says more.
+        said, dump, stacks = text.rpartition(b"Fatal Python error")
+        tail = (said if dump else text)[-LOG_TAIL_BYTES:] + dump + stacks.partition(b"\n")[0] * bool(dump)
+        printed = tail.decode(errors="replace").strip()
+        return f"{how}; it printed last: {printed}" if printed else how
 
     def close(self) -> None:
         """End the process, its children included, and release what it held. A second call does nothing."""
