@@ -1,0 +1,310 @@
+"""Tensor-parallel decode steps of a 70B geometry on several devices, beside the byte floor and the measured all-reduce.
+
+    python benchmarks/scale.py [--backend flashinfer] [--directory MODULES] [--shards 8] [--geometry 70b] [--json FILE]
+
+What one run does, in this order, each part by name in `--parts`:
+
+- `certify`: `paged certify BACKEND --level sharded` in a process of its own, its last line printed. Cases that need
+  more devices than there are count as not claimed.
+- `bits`: the logits of the same step over 1 device and over `--shards`, for a geometry small enough to lie on one.
+  Equal logits are not promised (partial sums meet in an all-reduce); equal pools of the first layer are.
+- `step`: decode steps at batch 1, 16 and 64 with a context of 1024, queued as an engine queues them. Weights are
+  random, drawn on the devices, never whole on one; the pool is built sharded. The floor of a step is (weights + KV) of
+  one device / copy bandwidth, plus two all-reduces a layer of the size and dtype that the compiled step holds,
+  measured alone in the same run.
+
+On CPU: `--geometry small --shards 8` runs every line on virtual devices; its times say nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from paged import AttentionSpec, KvSharding, build_page_table, get_backend
+from paged.backends.metadata import table_arrays
+from paged.backends.protocol import Rung
+from paged.backends.step import plan_step
+from paged.engine import KvPool
+from paged.engine.compile_options import compiler_options
+from paged.models import Decoder, DecoderConfig, random_decoder
+
+PASSES, STEPS = 3, 12
+SIZES = {
+    # Llama-3.3-70B.
+    "70b": {
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_layers": 80,
+        "num_query_heads": 64,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "max_positions": 131072,
+        "eos": (128001,),
+    },
+    "small": {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_layers": 4,
+        "num_query_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 16,
+        "max_positions": 4096,
+        "eos": (2,),
+    },
+}
+BATCHES = {"70b": ((1, 1024), (16, 1024), (64, 1024)), "small": ((1, 64), (4, 64))}
+
+
+def config_of(geometry: str) -> DecoderConfig:
+    """The geometry as a Llama config with random weights in mind: no tied embeddings, no rotary scaling."""
+    sizes: dict[str, Any] = SIZES[geometry]
+    spec = AttentionSpec(scale=sizes["head_dim"] ** -0.5)
+    return DecoderConfig(**sizes, rope_theta=500000.0, rms_eps=1e-5, tied_embeddings=False, block=(spec,))
+
+
+def sharding_over(shards: int) -> KvSharding:
+    """KV heads over the first `shards` devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:shards]), ("tensor",))
+    return KvSharding(mesh, ("tensor",))
+
+
+def median_and_spread(times: list[float]) -> tuple[float, float]:
+    """Median, and (largest − smallest) / median."""
+    middle = statistics.median(times)
+    return middle, (max(times) - min(times)) / middle
+
+
+def queued(run, carry, repeat: int) -> tuple[float, float]:
+    """Seconds of one call of `carry = run(carry)` in a queue of `repeat`: median over passes, and the spread."""
+    times = []
+    for _ in range(PASSES):
+        carry = jax.block_until_ready(run(carry))
+        start = time.perf_counter()
+        for _ in range(repeat):
+            carry = run(carry)
+        jax.block_until_ready(carry)
+        times.append((time.perf_counter() - start) / repeat)
+    return median_and_spread(times)
+
+
+def all_reduce(sharding: KvSharding, shape: tuple[int, int], dtype: str, count: int, options: dict) -> float:
+    """Seconds of one all-reduce of `shape` over the mesh, from a chain of `count` in one program."""
+
+    def chain(x):
+        def body(_, x):
+            return jax.lax.psum(x, sharding.kv_axes) * jnp.asarray(1 / sharding.kv_head_shards, dtype)
+
+        return jax.lax.fori_loop(0, count, body, x)
+
+    spec = PartitionSpec()
+    mapped = jax.shard_map(chain, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    run = jax.jit(mapped, compiler_options=options or None)
+    x = jax.device_put(jnp.ones(shape, dtype), sharding.named(spec))
+    return queued(run, x, 1)[0] / count
+
+
+def copy_bandwidth(device) -> float:
+    """Bytes/s, read plus written, of one device. XLA's elementwise loop: about 0.8 of the copy engine on an H200."""
+    count = 1 << (30 if device.platform != "cpu" else 22)
+    x = jax.device_put(jnp.ones((count,), jnp.bfloat16), device)
+    chain = jax.jit(lambda x: jax.lax.fori_loop(0, 16, lambda _, x: -x, x))
+    return 2 * x.nbytes * 16 / queued(chain, x, 1)[0]
+
+
+class DecodeStep:
+    """One decode step of `rows` requests at `context` tokens, compiled over a sharded pool."""
+
+    def __init__(self, model: Decoder, backend, sharding: KvSharding, rows: int, context: int, dtype: str):
+        c, size = model.config, 16
+        each = -(-context // size)
+        pages = rows * each + 1
+        layout = c.storage_layout(num_pages=pages, tokens_per_page=size, dtype=dtype, sharding=sharding)
+        self.pool = KvPool(layout, backend, sharding)
+        self.model, self.rows, self.context, self.sharding = model, rows, context, sharding
+        ids = np.random.default_rng(0).permutation(np.arange(1, pages)).reshape(rows, each)
+        table = build_page_table(
+            query_lens=[1] * rows,
+            kv_lens=[context] * rows,
+            pages=ids.tolist(),
+            tokens_per_page=size,
+            num_pages=pages,
+        ).pad(rows=rows, tokens=rows, listed_pages=rows * each, max_query_len=1, max_kv_len=each * size)
+        group, scan = c.num_query_heads // c.num_kv_heads, backend.capabilities.pool_layout == "stacked"
+        rung = Rung.of(table)
+        everywhere = sharding.named(PartitionSpec())
+
+        @functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options(jax.default_backend()) or None)
+        def step(pool, model, tokens, table):
+            stored = (pool[0] if isinstance(pool, tuple) else pool).dtype.name
+            heads = rung.with_heads(group_size=group, head_dim=c.head_dim, kv_dtype=stored)
+            plans = tuple(plan_step(backend, table, heads, spec) for spec in c.block)
+            samples = jnp.arange(rows, dtype=jnp.int32)
+            logits, pool = model(
+                tokens, table.kv_lens - 1, samples, pool, plans, backend=backend, sharding=sharding, scan=scan
+            )
+            tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return pool, jax.lax.with_sharding_constraint(tokens, everywhere), logits
+
+        self.tokens = jax.device_put(jnp.arange(rows, dtype=jnp.int32), everywhere)
+        self.table = jax.device_put(table_arrays(table), everywhere)
+        start = time.perf_counter()
+        self.compiled = step.lower(self.pool.arrays, model, self.tokens, self.table).compile()
+        self.compile_s = time.perf_counter() - start
+
+    def __call__(self, tokens):
+        """Run once, in place; the next tokens. `logits` are those of the last call."""
+
+        def donating(arrays):
+            arrays, tokens_, logits = self.compiled(arrays, self.model, tokens, self.table)
+            return arrays, (tokens_, logits)
+
+        self.pool, (tokens, self.logits) = self.pool.step(donating)
+        return tokens
+
+    def reduces_in_float32(self) -> bool:
+        """Whether the compiled step adds its partial sums over devices in float32."""
+        shape = f"f32[{self.rows},{self.model.config.hidden_size}]"
+        lines = self.compiled.as_text().splitlines()
+        return any(shape in line.split(" all-reduce")[0] for line in lines if " all-reduce" in line)
+
+    def floor_bytes(self) -> int:
+        """Bytes that one device must read: its weights, embeddings left out, and its KV."""
+        c, shards = self.model.config, self.sharding.kv_head_shards
+        leaves = jax.tree.leaves(self.model)
+        weights = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+        weights -= self.model.embedding.addressable_shards[0].data.nbytes
+        element = jnp.dtype(self.pool.layout.dtype).itemsize
+        kv = 2 * c.num_layers * self.rows * self.context * c.num_kv_heads * c.head_dim * element
+        return weights + kv // shards
+
+
+def measure_steps(args, backend, sharding: KvSharding) -> list[dict[str, object]]:
+    """The table of part `step`."""
+    config, dtype = config_of(args.geometry), args.dtype
+    options = compiler_options(jax.default_backend())
+    start = time.perf_counter()
+    model = jax.block_until_ready(random_decoder(config, jax.random.key(0), dtype, sharding))
+    print(f"weights drawn on {sharding.mesh.size} devices in {time.perf_counter() - start:.1f} s", flush=True)
+    bandwidth = copy_bandwidth(sharding.mesh.devices.flat[0])
+    print(f"copy on one device {bandwidth / 1e12:.3f} TB/s", flush=True)
+    found = []
+    for rows, context in BATCHES[args.geometry]:
+        step = DecodeStep(model, backend, sharding, rows, context, dtype)
+        before = step.pool.addresses()
+        seconds, spread = queued(step, step.tokens, STEPS)
+        wide = step.reduces_in_float32()
+        reduce = all_reduce(sharding, (rows, config.hidden_size), "float32" if wide else dtype, 64, options)
+        memory = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in sharding.mesh.devices.flat]
+        bytes_floor = step.floor_bytes() / bandwidth
+        floor = bytes_floor + 2 * config.num_layers * reduce
+        row = {
+            "rows": rows,
+            "context": context,
+            "shards": sharding.mesh.size,
+            "compile_s": step.compile_s,
+            "step_ms": seconds * 1e3,
+            "spread": spread,
+            "byte_floor_ms": bytes_floor * 1e3,
+            "all_reduce_us": reduce * 1e6,
+            "all_reduce_float32": wide,
+            "floor_ms": floor * 1e3,
+            "ratio": seconds / floor,
+            "peak_bytes": max((m for m in memory if m is not None), default=None),
+            "in_place": before == step.pool.addresses(),
+            "finite": bool(jnp.isfinite(step.logits).all()),
+        }
+        found.append(row)
+        peak = "?" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f} GiB"
+        print(
+            f"batch {rows:3} × {context}: compile {step.compile_s:.1f} s, step {seconds * 1e3:.3f} ms ±{spread:.2f}, "
+            f"bytes {bytes_floor * 1e3:.3f} ms + 2 × {config.num_layers} all-reduces of {reduce * 1e6:.1f} µs, ratio "
+            f"{seconds / floor:.2f}, peak {peak}, in place {row['in_place']}, finite {row['finite']}",
+            flush=True,
+        )
+        del step
+    return found
+
+
+def compare_bits(args, backend, sharding: KvSharding) -> dict[str, object]:
+    """Part `bits`: one step of the small geometry over one device and over the mesh, from equal weights."""
+    config = config_of("small")
+    steps = [
+        DecodeStep(random_decoder(config, jax.random.key(1), args.dtype, s), backend, s, 4, 64, args.dtype)
+        for s in (sharding_over(1), sharding)
+    ]
+    for step in steps:
+        step(step.tokens)
+    one, many = (np.asarray(step.logits) for step in steps)
+    # Page 0 takes what padding writes; pages of the first layer see no all-reduce before them.
+    pages = range(1, steps[0].pool.layout.num_pages)
+    equal = all(
+        np.array_equal(a[0].view(np.uint8), b[0].view(np.uint8))
+        for page in pages
+        for a, b in zip(steps[0].pool.read(page), steps[1].pool.read(page))
+    )
+    result = {"first_layer_pool_equal": equal, "largest_logit_difference": float(np.abs(one - many).max())}
+    print(f"small geometry, 1 against {sharding.mesh.size} devices: {result}", flush=True)
+    return result
+
+
+def certify(args) -> dict[str, object]:
+    """Part `certify`: the sharded level in a process of its own; its exit code and last line."""
+    command = [sys.executable, "-m", "paged.cli", "certify", args.backend, "--level", "sharded"]
+    if args.directory:
+        command += ["--option", f"directory={args.directory}"]
+    if args.certificate:
+        command += ["--output", args.certificate]
+    run = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False)
+    last = (run.stdout.strip().splitlines() or [""])[-1]
+    print(f"certify --level sharded: exit {run.returncode}: {last}", flush=True)
+    if run.returncode:
+        print((run.stdout + run.stderr)[-3000:], flush=True)
+    return {"exit": run.returncode, "line": last}
+
+
+def main() -> None:
+    """Run the parts and print what each found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="flashinfer")
+    parser.add_argument("--directory", help="FlashInfer's modules")
+    parser.add_argument("--shards", type=int, help="devices over which KV heads lie; by default all")
+    parser.add_argument("--geometry", choices=sorted(SIZES), default="70b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--parts", default="certify,bits,step")
+    parser.add_argument("--certificate", help="where the certificate of part certify goes")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    parts, result = args.parts.split(","), {}
+    if "certify" in parts:  # first, while this process has not taken the devices' memory
+        result["certify"] = certify(args)
+    shards = args.shards or len(jax.devices())
+    sharding = sharding_over(shards)
+    options = {} if args.directory is None else {"directory": args.directory}
+    backend = get_backend(args.backend, **options)
+    print(f"{shards} × {jax.devices()[0].device_kind}, {args.backend}, {args.geometry}, {args.dtype}", flush=True)
+    if "bits" in parts:
+        result["bits"] = compare_bits(args, backend, sharding)
+    if "step" in parts:
+        result["step"] = measure_steps(args, backend, sharding)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"device": jax.devices()[0].device_kind, "shards": shards, **result}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
