@@ -36,7 +36,7 @@ certify: $(VENV)/.ready
 	@echo "certificates: $(OUT)/reference.json $(OUT)/xla.json; pages to look at: $(OUT)/reference.html $(OUT)/xla.html"
 
 test: $(VENV)/.ready $(VENV)/.weights
-	$(RUN) $(BIN)/python -m pytest
+	$(RUN) $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 mutants: $(VENV)/.ready
 	$(RUN) $(BIN)/paged certify reference --mutants

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -285,4 +287,6 @@ class PlaneMachine(RuleBasedStateMachine):
 
 
 TestPlane = PlaneMachine.TestCase
-TestPlane.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)
+TestPlane.settings = settings(
+    max_examples=int(os.environ.get("PAGED_EXAMPLES", "40")), stateful_step_count=40, deadline=None
+)

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference_problem import DTYPES, Batch, attend, bits, lay
+from reference_problem import Batch, attend, bits, lay
 
 from paged.backends.protocol import AttentionExtras
 from paged.common import AttentionSpec
@@ -19,13 +19,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PROGRAM = """
 import test_reference_isa
-for dtype in test_reference_isa.DTYPES:
-    print(test_reference_isa.digest(dtype))
+print(test_reference_isa.digest())
 """
 
 
-def digest(dtype: str) -> str:
-    batch = Batch.random([70, 1, 9], [70, 300, 40], heads=(6, 2), dims=(40, 24), dtype=dtype, seed=21)
+def digest() -> str:
+    # Float32 shows the most bits of the float64 sums; rounding to any dtype is integer arithmetic.
+    batch = Batch.random([70, 1, 9], [70, 300, 40], heads=(6, 2), dims=(40, 24), dtype="float32", seed=21)
     spec = AttentionSpec(scale=0.3, soft_cap=3.0)
     extras = AttentionExtras(sinks=jnp.asarray(np.linspace(-1, 1, 6, dtype=np.float32)))
     found = hashlib.sha256()
@@ -48,8 +48,8 @@ def test_instruction_sets_move_no_bit():
         command = [sys.executable, "-c", PROGRAM]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         running.append(subprocess.Popen(command, env=environment, text=True, **pipes))
-    expected = [digest(dtype) for dtype in DTYPES]
+    expected = digest()
     for process in running:
         stdout, stderr = process.communicate()
         assert process.returncode == 0, stderr[-2000:]
-        assert stdout.split() == expected
+        assert stdout.strip() == expected
