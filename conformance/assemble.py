@@ -27,12 +27,14 @@ def certificate(
     level: str,
     complete: bool,
     introduction: Mapping[str, Any],
+    kit: Sequence[Case] = (),
     waiver_file: str | Path | None = None,
     mutants: str | None = None,
 ) -> dict[str, Any]:
     """The certificate's file as data.
 
     - `introduction`: claims, backend and environment, from where the cases ran.
+    - `kit`: checks of the backend's kit that were run; `results` holds theirs too.
     - `waiver_file`: applied to the results if given.
     - `mutants`: "caught/all" of a run over this catalogue, or None.
 
@@ -44,10 +46,14 @@ def certificate(
         path = Path(waiver_file)
         found = waivers.load(path.read_text("utf-8"), path.name)
         device = str(introduction["environment"].get("device", ""))
-        results, records = waivers.apply(found, cases, results, device_kind=device, suite_version=paged.__version__)
+        results, records = waivers.apply(
+            found, [*cases, *kit], results, device_kind=device, suite_version=paged.__version__
+        )
+    names = {case.id for case in kit}
     body = certificates.build(
         cases=cases,
-        results=results,
+        results=[r for r in results if r.id not in names],
+        kit=[(case, next((r for r in results if r.id == case.id), None)) for case in kit],
         level=level,
         complete=complete,
         suite={**describe_suite(paged.__version__, catalogue.version, catalogue.digest), "mutants": mutants},

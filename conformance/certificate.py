@@ -15,7 +15,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from conformance.canonical import digest
+from conformance import kits
+from conformance.canonical import digest, dumps
 from conformance.case import STATUSES, Case, Result
 from conformance.catalogue import Catalogue
 from paged.common.errors import InvalidInputError
@@ -25,12 +26,20 @@ SCOPE = (
     "Attention and append over pages (with scrub and copy_pages), as docs/semantics.md defines them. "
     "Nothing is claimed about whole models."
 )
+SCOPES = {
+    "cpu-handlers": "The vendor's targets were handlers of this project's on a CPU: plans, layouts, masks, aliases and "
+    "sharding are certified, and nothing is claimed about the vendor's kernels or device.",
+    "triton-interpreter": "The vendor's targets were the vendor's Triton kernels, interpreted on a CPU: nothing is "
+    "claimed about compiled kernels or the vendor's device.",
+    "lowering-only": "Nothing was executed: programs were lowered for the vendor's platform and read.",
+}
+"""What else is to be said where the vendor's own libraries did not run on the vendor's device."""
 VERDICTS = {"conformant": 0, "failed": 1, "error": 2, "not certifiable": 3}
 """Verdict -> exit status of `paged certify`."""
 
-SECTIONS = ("suite", "backend", "claims", "environment", "cases", "waivers")
-TIERS = {"move": (1,), "core": (1, 2, 3, 4), "sharded": (1, 2, 3, 4), "all": (1, 2, 3, 4)}
-"""Tiers of which at least one case must pass before a level certifies anything."""
+SECTIONS = ("suite", "backend", "claims", "environment", "cases", "kit", "waivers")
+TIERS = {"lowering": (0,), "move": (1,), "core": (1, 2, 3, 4), "sharded": (1, 2, 3, 4), "all": (1, 2, 3, 4)}
+"""Tiers of which at least one case must pass before a level certifies anything. `lowering` has no cases but a kit's."""
 
 
 def build(
@@ -43,15 +52,18 @@ def build(
     backend: Mapping[str, Any],
     claims: Mapping[str, Any],
     environment: Mapping[str, Any],
+    kit: Sequence[tuple[Case, Result | None]] = (),
     waivers: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Body of a certificate.
 
     - `cases`: what was to be run; `results`: exactly one of each, after waivers were applied.
     - `complete`: the whole level was run; a quick or filtered run certifies nothing.
+    - `kit`: checks of the backend's kit with their results.
     - `suite`: catalogue version and digest, digest of the suite's sources, `tree` clean, dirty or unknown, `mutants`.
 
-    Raises `InvalidInputError` if a case has no result or two, or if a result belongs to no case.
+    Raises `InvalidInputError` if a case has no result or two, if a result belongs to no case, or if anything names an
+    AMD architecture although other than the vendor's libraries ran.
     """
     by_id: dict[str, Result] = {}
     for result in results:
@@ -75,10 +87,21 @@ def build(
         "cases": [_entry(wanted[i], by_id[i]) for i in sorted(wanted)],
         "waivers": [dict(w) for w in waivers],
     }
+    if kit:
+        if lost := [case.id for case, result in kit if result is None]:
+            raise InvalidInputError(f"kit check {lost[0]!r} has no result ({len(lost)} in all). Run the rest first.")
+        body["kit"] = [_entry(case, result) for case, result in kit if result is not None]
+    executor = executor_of(body)
+    if executor in SCOPES:
+        body["scope"] = f"{SCOPE} {SCOPES[executor]}"
+        if named := re.search(r"gfx[0-9]\w*", dumps(body)):
+            raise InvalidInputError(
+                f"a certificate of the executor {executor!r} would name {named.group(0)!r}, on which nothing ran."
+            )
     body["totals"] = totals(body)
     body["verdict"] = verdict(body)
     body["certifies"] = certifies(body)
-    body["digests"] = {name: digest(body[name]) for name in SECTIONS}
+    body["digests"] = {name: digest(body[name]) for name in SECTIONS if name in body}
     return json.loads(json.dumps(body, allow_nan=False))
 
 
@@ -110,9 +133,20 @@ def seal(body: Mapping[str, Any], envelope: Mapping[str, Any]) -> dict[str, Any]
     return {"body": dict(body), "digest": digest(body), "envelope": dict(envelope)}
 
 
+def executor_of(body: Mapping[str, Any]) -> str | None:
+    """Who executed the backend's FFI targets; None for a backend that has no vendor's."""
+    executor = body["environment"].get("executor")
+    return str(executor.get("name")) if isinstance(executor, Mapping) else None
+
+
+def entries(body: Mapping[str, Any]) -> list[Any]:
+    """Every entry with a status: the kit's, then the catalogue's."""
+    return [*body.get("kit", ()), *body["cases"]]
+
+
 def totals(body: Mapping[str, Any]) -> dict[str, int]:
-    """Number of cases by status."""
-    counts = collections.Counter(entry["status"] for entry in body["cases"])
+    """Number of cases and kit checks by status."""
+    counts = collections.Counter(entry["status"] for entry in entries(body))
     return {status: counts[status] for status in STATUSES}
 
 
@@ -127,7 +161,8 @@ def verdict(body: Mapping[str, Any]) -> str:
         return "failed"
     if counts["error"]:
         return "error"
-    passed = {entry["tier"] for entry in body["cases"] if entry["status"] == "pass"}
+    judged = body["cases"] if body["complete"] and body["level"] != "lowering" else entries(body)
+    passed = {entry["tier"] for entry in judged if entry["status"] == "pass"}
     needed = TIERS[body["level"]] if body["complete"] else ()
     return "conformant" if passed and passed.issuperset(needed) else "not certifiable"
 
@@ -162,14 +197,16 @@ def read(text: str, where: str = "certificate") -> dict[str, Any]:
             raise InvalidInputError(f"{where}: body.{name} must be a {kind.__name__}, got {body.get(name)!r:.60}.")
     if body["level"] not in TIERS:
         raise InvalidInputError(f"{where}: body.level {body['level']!r} is not one of {', '.join(TIERS)}.")
-    for index, entry in enumerate(body["cases"]):
+    if not isinstance(body.get("kit", []), list):
+        raise InvalidInputError(f"{where}: body.kit must be a list.")
+    for index, entry in enumerate(entries(body)):
         fields = {"id": str, "tier": int, "status": str, "elements": int, "decided": int}
         if not isinstance(entry, dict) or any(not isinstance(entry.get(k), v) for k, v in fields.items()):
-            raise InvalidInputError(f"{where}: body.cases[{index}] lacks one of {', '.join(fields)}.")
+            raise InvalidInputError(f"{where}: entry {index} of kit and cases lacks one of {', '.join(fields)}.")
         if not isinstance(entry.get("details", {}), dict):
-            raise InvalidInputError(f"{where}: body.cases[{index}].details must be an object.")
+            raise InvalidInputError(f"{where}: entry {index} of kit and cases: details must be an object.")
         if entry["status"] not in STATUSES:
-            raise InvalidInputError(f"{where}: body.cases[{index}] has the status {entry['status']!r}.")
+            raise InvalidInputError(f"{where}: entry {index} of kit and cases has the status {entry['status']!r}.")
     if not all(isinstance(w, dict) for w in body["waivers"]):
         raise InvalidInputError(f"{where}: body.waivers must hold objects.")
     return data
@@ -186,8 +223,8 @@ def check(data: Mapping[str, Any], catalogue: Catalogue) -> list[str]:
     is a failure and so is an extra one, since either would let a certificate claim what was never asked.
     """
     body, problems = data["body"], []
-    sections = [name for name in SECTIONS if digest(body[name]) != body["digests"].get(name)]
-    for entry in body["cases"]:
+    sections = [name for name in SECTIONS if name in body and digest(body[name]) != body["digests"].get(name)]
+    for entry in entries(body):
         if digest({k: v for k, v in entry.items() if k != "digest"}) != entry.get("digest"):
             problems.append(f"case {entry['id']!r} was edited: its digest does not match its fields")
     problems += [f"section {name!r} was edited: its digest does not match" for name in sections]
@@ -197,7 +234,15 @@ def check(data: Mapping[str, Any], catalogue: Catalogue) -> list[str]:
     for name, recomputed in (("totals", totals(body)), ("verdict", verdict(body)), ("certifies", certifies(body))):
         if body[name] != recomputed:
             problems.append(f"{name} is {body[name]!r}, but the cases give {recomputed!r}")
-    return problems + _check_cases(body, catalogue) + _check_state(body)
+    return problems + _check_cases(body, catalogue) + _check_kit(body) + _check_state(body)
+
+
+def _check_kit(body: Mapping[str, Any]) -> list[str]:
+    executor, backend = executor_of(body), str(body["backend"].get("entry_point"))
+    if executor is None:
+        return [f"it does not say who executed the targets of {backend!r}"] if backend in kits.KITS else []
+    found = kits.faults(backend, executor, [e["id"] for e in body.get("kit", ())])
+    return found if body["complete"] else [f for f in found if not f.endswith("is missing")]
 
 
 def _check_cases(body: Mapping[str, Any], catalogue: Catalogue) -> list[str]:
@@ -209,7 +254,8 @@ def _check_cases(body: Mapping[str, Any], catalogue: Catalogue) -> list[str]:
     problems: list[str] = []
     counts = collections.Counter(entry["id"] for entry in body["cases"])
     problems += [f"case {i!r} occurs {n} times" for i, n in sorted(counts.items()) if n > 1]
-    selected = {case.id: case for case in catalogue.select(body["level"])}
+    cases = () if body["level"] == "lowering" else catalogue.select(body["level"])
+    selected = {case.id: case for case in cases}
     problems += [f"extra case {i!r}: not in the catalogue at this level" for i in sorted(set(counts) - set(selected))]
     if body["complete"]:
         problems += [f"missing case {i!r}" for i in sorted(set(selected) - set(counts))]
@@ -256,8 +302,8 @@ class Difference:
 
 def diff(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
     """Compare two certificates' bodies."""
-    old_cases = {e["id"]: e for e in before["cases"]}
-    new_cases = {e["id"]: e for e in after["cases"]}
+    old_cases = {e["id"]: e for e in entries(before)}
+    new_cases = {e["id"]: e for e in entries(after)}
     same_backend = before["backend"].get("entry_point") == after["backend"].get("entry_point")
     status: dict[str, tuple[str | None, str | None]] = {}
     bits: list[str] = []

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance import assemble, junit
+from conformance import assemble, junit, kits
 from conformance import certificate as certificates
 from conformance.canonical import digest
 from conformance.case import Case, Result
 from conformance.catalogue import Catalogue, by_program, case_to_json, load, parse_case
+from conformance.executors import NATIVE
 from conformance.journal import Journal
 from conformance.options import parse
 from conformance.progress import Progress
@@ -47,10 +48,14 @@ def certify(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     catalogue = load(args.catalogue)
-    cases = catalogue.select(args.level, quick=args.quick)
+    executor = _executor(args)
+    lowering = executor == "lowering-only"
+    level = "lowering" if lowering else args.level
+    cases = () if lowering else catalogue.select(level, quick=args.quick)
+    kit = tuple(c.as_case() for c in kits.select(args.backend, executor or "", large=args.large_pools))
     if args.only is not None:
-        cases = tuple(c for c in cases if fnmatch.fnmatchcase(c.id, args.only))
-    if not cases:
+        cases, kit = (tuple(c for c in some if fnmatch.fnmatchcase(c.id, args.only)) for some in (cases, kit))
+    if not cases and not kit:
         raise InvalidInputError(f"no case of level {args.level!r} matches {args.only!r}.")
     for path in (args.output, args.html, args.junit):
         if path is not None and not path.absolute().parent.is_dir():
@@ -59,12 +64,14 @@ def _run(args: argparse.Namespace) -> int:
     if args.html is not None:
         _require_jinja()
     complete = not args.quick and args.only is None and args.catalogue is None
-    introduction, results = _execute(args, catalogue, [Job(c.id, c) for c in by_program(cases)])
+    jobs = [Job(c.id, c, kit=True) for c in kit] + [Job(c.id, c) for c in by_program(cases)]
+    introduction, results = _execute(args, catalogue, jobs)
     data = assemble.certificate(
         catalogue,
         cases,
         list(results.values()),
-        level=args.level,
+        kit=kit,
+        level=level,
         complete=complete,
         introduction=introduction,
         waiver_file=args.waivers,
@@ -93,7 +100,9 @@ def _execute(
 
     `what` tells runs apart in which equal keys mean different things; text is shown before the progress.
     """
-    request = {"backend": args.backend, "device": args.device, "options": parse(args.option)}
+    request: dict[str, Any] = {"backend": args.backend, "device": args.device, "options": parse(args.option)}
+    if (executor := _executor(args)) is not None:
+        request["executor"] = {"name": executor, "options": parse(args.executor_option)}
     worker = Worker(request)
     key = digest([worker.introduction, catalogue.digest, request, _suite_sources(), what])
     path = cache_directory() / "journals" / f"{args.backend}-{key[7:23]}.jsonl"
@@ -109,6 +118,13 @@ def _execute(
             progress.close()
         journal.discard()
     return worker.introduction, results
+
+
+def _executor(args: argparse.Namespace) -> str | None:
+    """Who executes the backend's FFI targets; None for a backend that has none of a vendor."""
+    if args.executor is None and args.executor_option:
+        raise InvalidInputError("--executor-option belongs to an executor; name one with --executor.")
+    return args.executor or (NATIVE if args.backend in kits.KITS else None)
 
 
 def _deadline(args: argparse.Namespace, jobs: Sequence[Job]) -> float:
@@ -131,12 +147,14 @@ def _write(args: argparse.Namespace, data: Mapping[str, Any], results: Mapping[s
         _replace(args.html, render(data))
     if args.junit is not None:
         seconds = {key: float(r.details.get(assemble.SECONDS, 0.0)) for key, r in results.items()}
-        _replace(args.junit, junit.render(data["body"]["cases"], name=f"paged.{args.backend}", seconds=seconds))
+        entries = certificates.entries(data["body"])
+        _replace(args.junit, junit.render(entries, name=f"paged.{args.backend}", seconds=seconds))
 
 
 def _reproduce(args: argparse.Namespace, catalogue: Catalogue, data: Mapping[str, Any]) -> None:
     """A `repro.json` for every failure, as small as it gets, and for every error as it is."""
     args.repro.mkdir(parents=True, exist_ok=True)
+    # A check of a kit has no parameters to make smaller; `--only` with its id runs it alone.
     bad = {e["id"]: e for e in data["body"]["cases"] if e["status"] in ("fail", "error")}
     jobs = [Job(i, catalogue.case(i), shrink=e["broken"]) for i, e in bad.items() if e["broken"]]
     smallest = _execute(args, catalogue, jobs, what="shrinking ", told=("error",))[1] if jobs else {}
@@ -267,6 +285,7 @@ def _replay(args: argparse.Namespace) -> int:
     data, catalogue = _read(Path(path)), load()
     body = data["body"]
     args.backend = args.backend or body["backend"].get("entry_point")
+    args.executor = args.executor or body["environment"].get("executor", {}).get("name")
     if body["suite"].get("catalogue") != catalogue.digest:
         raise InvalidInputError(f"{path} was made with another catalogue; replay it with the suite that made it.")
     known = {case.id: case for case in catalogue.cases}

@@ -29,18 +29,23 @@ _OPTIONS = ("default_matmul_precision", "enable_x64", "disable_jit")
 _PACKAGES = ("jaxlib", "numpy", "equinox", "ml_dtypes", "jaxtyping")
 
 
-def introduce(backend: Any, name: str, value: str) -> dict[str, Any]:
+def introduce(backend: Any, name: str, value: str, executor: Any = None) -> dict[str, Any]:
     """What a certificate says of a backend and of where it ran, JSON-able: claims, backend, environment.
 
-    `name`, `value`: the backend's entry point.
+    `name`, `value`: the backend's entry point. `executor`: who serves its FFI targets, if it has one.
     """
     declared = backend.capabilities
     numerics = dataclasses.asdict(declared.numeric_model)
     return {
         "claims": declared.to_json(),
         "backend": describe_backend(name, value) | {"numerics": numerics},
-        "environment": describe(),
+        "environment": describe() | ({} if executor is None else {"executor": describe_executor(executor)}),
     }
+
+
+def describe_executor(executor: Any) -> dict[str, Any]:
+    """The executor's name and what it says of itself."""
+    return {**executor.describe(), "name": executor.name}
 
 
 def describe() -> dict[str, Any]:

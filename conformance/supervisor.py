@@ -43,6 +43,7 @@ class WorkerStartError(PagedError):
 class Job:
     """One case on the backend, or on a named mutant of it. `key` is unique in a run.
 
+    With `kit`, `key` names a check of the backend's kit, and `case` only says how it is judged.
     With `shrink`, the clause of a known failure, the result is that of the smallest case that still fails with it,
     and its detail `case` is that case.
     """
@@ -51,9 +52,12 @@ class Job:
     case: Case
     mutant: str | None = None
     shrink: str | None = None
+    kit: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The job as the worker reads it."""
+        if self.kit:
+            return {"key": self.key, "kit": True}
         return {"key": self.key, "case": case_to_json(self.case), "mutant": self.mutant, "shrink": self.shrink}
 
 

@@ -72,7 +72,8 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
         known = list_backends()
         if name not in known:
             raise InvalidInputError(f"no backend is registered as {name!r}; known: {', '.join(known)}.")
-        backend = get_backend(name, **request.get("options", {}))
+        executor, given = _executor(name, request.get("executor"))
+        backend = get_backend(name, **{**request.get("options", {}), **given})
     except (InvalidInputError, NoDeviceError) as error:
         send(kind="refused", message=str(error), verdict="error")
         return
@@ -82,13 +83,23 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
     except Exception as error:
         send(kind="refused", message=runner.describe_error(error), verdict="error")
         return
-    send(kind="hello", introduction=introduce(backend, name, known[name]))
+    try:
+        send(kind="hello", introduction=introduce(backend, name, known[name], executor))
+    except Exception as error:
+        send(kind="refused", message=runner.describe_error(error), verdict="error")
+        return
     session = runner.Session(backend)
     jobs = json.loads(more.readline() or "[]")
     threading.Thread(target=_end_with, args=(more,), daemon=True).start()
     for job in jobs:
-        case = parse_case(job["case"], "request")
         send(kind="start", key=job["key"])
+        if job.get("kit"):
+            from conformance.kits import run as kits
+
+            result = kits.run(name, kits.Context(job["key"], session, executor))
+            send(kind="result", key=job["key"], result=dataclasses.asdict(result))
+            continue
+        case = parse_case(job["case"], "request")
         if job.get("mutant"):
             from conformance import faults
 
@@ -100,6 +111,16 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
             result = session.run(case)
         send(kind="result", key=job["key"], result=dataclasses.asdict(result))
     send(kind="done")
+
+
+def _executor(name: str, request: Mapping[str, Any] | None) -> tuple[Any, Mapping[str, Any]]:
+    """The executor of a request, started, and the options that it has for the backend's factory."""
+    if request is None:
+        return None, {}
+    from conformance.executors import make_executor
+
+    executor = make_executor(request["name"], name, request.get("options", {}))
+    return executor, executor.start()
 
 
 def _end_with(more: TextIO) -> None:

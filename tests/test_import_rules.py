@@ -19,6 +19,7 @@ ENGINE = (*ARRAYS, *CHECKPOINTS, "paged.reference", "paged.backends", "paged.mod
 RUNNERS = (
     *("runner", "relations", "mutants", "execute", "structure", "worker", "environment"),
     *("faults", "broken_kernel", "serving"),
+    *("executors", "kits.run", "kits.aiter"),
 )
 COMMANDS = ("command", "assemble", "supervisor", "freeze")
 
@@ -32,7 +33,7 @@ TABLE = {
     "flashinfer": Row(
         ("paged.backends.flashinfer",), may=KERNELS, lazily=("flashinfer", "jax_tvm_ffi", "tvm_ffi", "jinja2")
     ),
-    "aiter": Row(("paged.backends.aiter",), may=KERNELS, lazily=("jax_aiter", "jax_tvm_ffi", "tvm_ffi", "jinja2")),
+    "aiter": Row(("paged.backends.aiter",), may=KERNELS, lazily=("jax_aiter", "jaxlib")),
     "models": Row(
         ("paged.models",),
         may=(*ARRAYS, *CHECKPOINTS, "paged.backends.protocol", "paged.backends.step", "paged.backends.sharding"),
@@ -59,6 +60,8 @@ DYNAMIC = {
     "paged": "public names load on first use",
     "paged.cli": "a subcommand is a module of its package",
     "paged.backends.registry": "a backend is an entry point",
+    "conformance.executors": "an executor is a module of a closed list",
+    "conformance.kits.run": "a kit is a list of modules",
 }
 """Modules that may import a name they compute, and why."""
 
@@ -143,7 +146,7 @@ PLANTED = [
     ("paged__backends__xla__bad", "from paged.backends import step", "imports paged.backends, which the row 'xla'"),
     ("paged__backends__flashinfer__bad", "import jinja2", "imports jinja2 at module level, which the row 'flashinfer'"),
     ("paged__backends__flashinfer__bad", "import paged.backends.aiter", "paged.backends.aiter, which the row 'flashi"),
-    ("paged__backends__aiter__bad", "import tvm_ffi", "imports tvm_ffi at module level, which the row 'aiter'"),
+    ("paged__backends__aiter__bad", "import jaxlib", "imports jaxlib at module level, which the row 'aiter'"),
     (
         "paged__models__bad",
         "from paged.backends.moves import scrub",

@@ -22,6 +22,7 @@ BUILT_IN = {
     "reference": "paged.reference.backend:make_backend",
     "xla": "paged.backends.xla:make_backend",
     "flashinfer": "paged.backends.flashinfer:make_backend",
+    "aiter": "paged.backends.aiter:make_backend",
 }
 """Also found without distribution metadata, as in a source tree on PYTHONPATH."""
 

@@ -24,10 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--catalogue", metavar="DIR", type=Path, help="other cases than the suite's; certifies nothing")
     what.add_argument("--case", metavar="FILE", type=Path, help="one case from a repro.json")
     what.add_argument("--mutants", action="store_true", help="run the broken versions of the backend instead")
+    what.add_argument("--large-pools", action="store_true", help="also a kit's checks of pools of several GiB")
     how = parser.add_argument_group("how to run it")
     how.add_argument("--device", metavar="PLATFORM[:INDEX]", help="jax device, e.g. cuda:1; default: jax's own choice")
     how.add_argument("--deadline", type=float, default=120.0, metavar="SECONDS", help="for each case; default: 120")
     how.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="passed to the backend")
+    how.add_argument(
+        "--executor",
+        metavar="NAME",
+        help="who executes a vendor's targets: native, cpu-handlers, triton-interpreter or lowering-only",
+    )
+    how.add_argument(
+        "--executor-option", action="append", default=[], metavar="NAME=VALUE", help="passed to the executor"
+    )
     how.add_argument("--waivers", metavar="TOML", type=Path, help="known failures, with reasons and an end")
     how.add_argument("--fresh", action="store_true", help="do not resume an interrupted run")
     out = parser.add_argument_group("what to write")

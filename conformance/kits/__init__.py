@@ -1,0 +1,78 @@
+"""Checks that belong to one vendor's stack, run beside the catalogue's cases: what `paged certify` knows of a machine,
+a library or a calling convention that no other backend has.
+
+Here is the list, as data, so that a certificate can be checked without running anything: its `kit` section must hold
+exactly the checks that the list has for its executor. What they do lies in the kit's modules, run by
+`conformance.kits.run`. A kit is not one of the catalogue's levels: what it finds says nothing
+about other backends, and its checks are in no other backend's certificate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from conformance.case import Case
+
+EXECUTING = ("native", "cpu-handlers", "triton-interpreter")
+EVERYWHERE = (*EXECUTING, "lowering-only")
+
+
+@dataclasses.dataclass(frozen=True)
+class KitCheck:
+    """One check. `what` is the statement that a pass makes.
+
+    - `tier`: as of a case; a failure can be waived in tiers 3 and 4 only.
+    - `executors`: those it runs on. `opt_in`: it runs only where it is asked for by name.
+    """
+
+    id: str
+    tier: int
+    what: str
+    executors: tuple[str, ...] = EXECUTING
+    opt_in: bool = False
+
+    def as_case(self) -> Case:
+        """The check in the form that results, waivers and certificates know."""
+        return Case(id=self.id, tier=self.tier, level="kit", generator="", params={}, clause=("kit",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kit:
+    """A backend's checks, and the modules that hold them."""
+
+    modules: tuple[str, ...]
+    checks: tuple[KitCheck, ...]
+
+    def select(self, executor: str, *, large: bool = False) -> tuple[KitCheck, ...]:
+        """Checks of one executor; those that must be asked for only with `large`."""
+        return tuple(c for c in self.checks if executor in c.executors and (large or not c.opt_in))
+
+
+AITER = Kit(
+    modules=("conformance.kits.aiter.lowered",),
+    checks=(
+        KitCheck(
+            "kit/lowering/step",
+            0,
+            "a step of two layers, lowered for ROCm over 8 devices, calls every target exactly by its contract",
+            EVERYWHERE,
+        ),
+    ),
+)
+KITS: Mapping[str, Kit] = {"aiter": AITER}
+"""Entry point -> its kit."""
+
+
+def select(backend: str, executor: str, *, large: bool = False) -> tuple[KitCheck, ...]:
+    """Checks of a backend on an executor; none for a backend without a kit."""
+    return KITS[backend].select(executor, large=large) if backend in KITS else ()
+
+
+def faults(backend: str, executor: str, found: Sequence[str]) -> list[str]:
+    """What is wrong with the list of a certificate's kit entries, as sentences."""
+    wanted = {c.id for c in select(backend, executor)}
+    may = {c.id for c in select(backend, executor, large=True)}
+    out = [f"kit check {i!r} is missing" for i in sorted(wanted - set(found))]
+    out += [f"kit check {i!r} is not one of the kit's on {executor}" for i in sorted(set(found) - may)]
+    return out + [f"kit check {i!r} occurs twice" for i in sorted({i for i in found if list(found).count(i) > 1})]

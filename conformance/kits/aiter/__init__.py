@@ -1,0 +1,1 @@
+"""The kit of `aiter`: what `paged certify aiter` checks besides the catalogue."""
