@@ -1,25 +1,24 @@
 """Cost of `Driver.step`, all that the host does in a step beside packing its inputs, with a runner that does nothing.
 
-    python benchmarks/driver.py [--steps N] [--json FILE]
-
 Every row decodes, contexts spread evenly over 256 .. 768 tokens, pages of 16 tokens, shapes padded by `ShapeLadders`.
-Time is this thread's CPU time; three passes over fresh drivers, the median step of each, the middle one reported with
-the spread. `step` is planning, `prepare`, dispatch, retirement and commit together.
+Time is this thread's CPU time; each pass is the median of its steps over a fresh driver. `step` is planning, `prepare`,
+dispatch, retirement and commit together.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
+from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Figures, Spread, align, main
 from paged import StorageLayout
 from paged.control import ControlPlane, Driver, ShapeLadders, Step
 
-PAGE, PASSES, LONGEST = 16, 3, 768
+PAGE, LONGEST = 16, 768
 ROWS = (16, 64, 256, 1024)
 
 
@@ -68,39 +67,49 @@ def make(rows: int, depth: int, steps: int) -> Driver:
     return driver
 
 
-def measure(rows: int, depth: int, steps: int) -> dict[str, float]:
-    """Microseconds of CPU time a step, and the spread of its passes."""
-    passes = []
-    for _ in range(PASSES):
-        driver = make(rows, depth, steps)
-        times = []
-        for _ in range(steps):
-            start = time.thread_time()
-            outcome = driver.step()
-            times.append(time.thread_time() - start)
-            assert outcome is not None
-            assert len(outcome.batch) == rows
-        assert driver.counters.preemptions == 0
-        passes.append(statistics.median(times) * 1e6)
-    middle, low, high = (round(f(passes), 1) for f in (statistics.median, min, max))
-    return {"rows": rows, "depth": depth, "step_us": middle, "low_us": low, "high_us": high}
+def one_pass(rows: int, depth: int, steps: int) -> float:
+    """Microseconds of CPU time of a step, median over `steps` of them."""
+    driver = make(rows, depth, steps)
+    times = []
+    for _ in range(steps):
+        start = time.thread_time()
+        outcome = driver.step()
+        times.append(time.thread_time() - start)
+        assert outcome is not None
+        assert len(outcome.batch) == rows
+    assert driver.counters.preemptions == 0
+    return statistics.median(times) * 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="steps a pass (default 200)")
-    parser.add_argument("--json", help="write the figures here, too")
-    options = parser.parse_args()
-    results = []
-    print("depth  rows  step µs  (lowest .. highest pass)")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--steps", type=int, default=200, help="steps a pass (200)")
+
+
+def run(args: argparse.Namespace) -> Figures:
+    """Measure every depth and batch size."""
+    found = []
     for depth in (1, 2):
         for rows in ROWS:
-            results.append(measure(rows, depth, options.steps))
-            print("{depth:5}  {rows:4}  {step_us:7}  ({low_us} .. {high_us})".format(**results[-1]), flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
+            passes = Spread.of(one_pass(rows, depth, args.steps) for _ in range(args.passes))
+            found.append({"depth": depth, "rows": rows, "step_us": passes._asdict()})
+    return {"steps": args.steps, "passes": args.passes, "rows": found}
+
+
+def lines(figures: Figures) -> list[str]:
+    """A table by depth and batch size."""
+    cells = [[row["depth"], row["rows"], Spread(**row["step_us"]).text()] for row in figures["rows"]]
+    return align([["depth", "rows", "step µs"], *cells])
+
+
+def plot(figures: Figures, axes: Any) -> None:
+    """Microseconds of a step over decoding requests, both scales logarithmic."""
+    for depth in (1, 2):
+        rows = [row for row in figures["rows"] if row["depth"] == depth]
+        axes.plot([r["rows"] for r in rows], [r["step_us"]["median"] for r in rows], marker="o", label=f"depth {depth}")
+    axes.set(xscale="log", yscale="log", xlabel="decoding requests", ylabel="µs of CPU time a step")
+    axes.legend()
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main("driver"))

@@ -42,6 +42,7 @@ TABLE = {
     "integrations": Row(("paged.integrations",), may=(*ENGINE, "paged.engine")),
     "cli": Row(("paged.cli",), may=(*ENGINE, "paged.engine", "paged", "paged.integrations")),
     "certify": Row(("paged.cli.certify",), may=("paged.cli",), lazily=("conformance", *ENGINE)),
+    "bench": Row(("paged.cli.bench",), may=("paged.cli",), lazily=("benchmarks",)),
     "judge": Row(("conformance",), may=("numpy",)),
     "page": Row(("conformance.page",), may=("conformance",), lazily=("jinja2",)),
     "run": Row(

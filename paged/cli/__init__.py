@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "bench": "Run one of the repository's benchmarks.",
     "build": "Compile a vendor's kernels into a directory of libraries with a manifest.",
     "certify": "Certify a backend bit for bit against the conformance suite.",
     "generate": "Continue prompts with a model on pages.",
