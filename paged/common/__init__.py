@@ -9,6 +9,7 @@ from paged.common.errors import DirtyPageError as DirtyPageError
 from paged.common.errors import DonatedPoolError as DonatedPoolError
 from paged.common.errors import InternalError as InternalError
 from paged.common.errors import InvalidInputError as InvalidInputError
+from paged.common.errors import LateCompileError as LateCompileError
 from paged.common.errors import PagedError as PagedError
 from paged.common.errors import PoolExhaustedError as PoolExhaustedError
 from paged.common.errors import StaleHandleError as StaleHandleError

@@ -51,5 +51,9 @@ class DonatedPoolError(PagedError, RuntimeError):
     """A pool handle was used after its buffers were donated to a step; use the pool that the step returned."""
 
 
+class LateCompileError(PagedError, RuntimeError):
+    """A step needs a program that the warm-up did not compile, and the engine is strict. Nothing was started."""
+
+
 class InternalError(PagedError, AssertionError):
     """An invariant of `paged` itself is broken (`ControlPlane.verify`). Always a fault of ours."""

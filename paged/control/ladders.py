@@ -23,6 +23,9 @@ class ShapeLadders:
     The lower ends are floors: tiny shapes cost as much as small ones, and kernels may pick another order of summation
     for them (scenario B3). Shapes depend on nothing but the sizes of a step, so equal steps run equal programs.
 
+    - `wide_mixed`: steps that are no decode steps have the top rung of rows, whatever their own number: fewer programs,
+      for a little more work on logits that nobody wants.
+
     A minimum above its maximum leaves one rung, the maximum. Raises `InvalidInputError` if a size is below 1.
     """
 
@@ -33,6 +36,7 @@ class ShapeLadders:
     min_rows: int = 8
     min_tokens: int = 64
     min_kv_len: int = 512
+    wide_mixed: bool = False
     rows: tuple[int, ...] = dataclasses.field(init=False)
     tokens: tuple[int, ...] = dataclasses.field(init=False)
     kv_lens: tuple[int, ...] = dataclasses.field(init=False)
@@ -50,7 +54,7 @@ class ShapeLadders:
         rows, kv_len = self._climb("rows", need.rows), self._climb("kv_lens", need.max_kv_len)
         if need.max_query_len <= 1 and need.tokens <= need.rows:
             return self._decode(rows, kv_len)
-        return self._mixed(rows, self._climb("tokens", need.tokens), kv_len)
+        return self._mixed(self.rows[-1] if self.wide_mixed else rows, self._climb("tokens", need.tokens), kv_len)
 
     def pad(self, table: PageTable) -> PageTable:
         """The table padded to `shape_for` its size."""
@@ -61,6 +65,10 @@ class ShapeLadders:
         for low_rows, rows in zip((0, *self.rows), self.rows):
             for kv_len in self.kv_lens:
                 yield self._decode(rows, kv_len)
+                if self.wide_mixed:
+                    if rows < self.rows[-1]:
+                        continue
+                    low_rows = 0
                 for low_tokens, tokens in zip((0, *self.tokens), self.tokens):
                     # A step that is no decode step has more tokens than rows, and no row has more than kv_len.
                     if tokens >= low_rows + 2 and low_tokens < rows * kv_len and kv_len > 1:

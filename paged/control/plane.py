@@ -167,6 +167,10 @@ class ControlPlane:
             self.confirm(np.concatenate([reservation.dirty, reservation.copy_target]))
         return self._build(batch, shape)
 
+    def padding(self, shape: FixedShape) -> PageTable:
+        """The table of a step without a request at this shape: what a program can be tried on. Reserves nothing."""
+        return self._build(self._read(()), shape)
+
     def reserve(self, slices: Sequence[Slice]) -> Reservation | None:
         """Give each request the pages that its slice needs; None if too few are free, and then nothing changed.
 

@@ -67,6 +67,16 @@ def build_pool(layout: StorageLayout, backend: AttentionBackend, sharding: KvSha
         ) from error
 
 
+def check_ids(config: DecoderConfig, prompt: Sequence[int] | np.ndarray, *, name: str) -> list[int]:
+    """The prompt as ints. Raises `InvalidInputError` if it is empty or names a token outside the vocabulary."""
+    ids = check_int32_vector(name, "tokens", prompt)
+    if not len(ids):
+        raise InvalidInputError(f"{name} is empty: there is nothing to continue from. Give at least one token.")
+    vocabulary = config.vocab_size
+    refuse_rows(name, "tokens", ids, (ids < 0) | (ids >= vocabulary), f"must be in 0..{vocabulary - 1}", "token")
+    return ids.tolist()
+
+
 def check_prompt(
     config: DecoderConfig, layout: StorageLayout, prompt: Sequence[int] | np.ndarray, *, name: str, more: int
 ) -> list[int]:
@@ -75,11 +85,8 @@ def check_prompt(
     Raises `InvalidInputError` if it is empty, names a token outside the vocabulary or has more tokens than the model
     has positions; `PoolExhaustedError` if it needs more pages than the pool has.
     """
-    ids = check_int32_vector(name, "tokens", prompt)
-    if not len(ids):
-        raise InvalidInputError(f"{name} is empty: there is nothing to continue from. Give at least one token.")
-    vocabulary, limit = config.vocab_size, config.max_positions
-    refuse_rows(name, "tokens", ids, (ids < 0) | (ids >= vocabulary), f"must be in 0..{vocabulary - 1}", "token")
+    ids = check_ids(config, prompt, name=name)
+    limit = config.max_positions
     if len(ids) > limit:
         raise InvalidInputError(
             f"{name} has {len(ids)} tokens; the model has positions for {limit} (max_positions). Shorten it by "
@@ -93,7 +100,7 @@ def check_prompt(
             f"{layout.usable_pages} ({layout.num_pages} less the sentinel). It would need num_pages={need + 1}, "
             f"{(need + 1) * layout.bytes_per_page} bytes at {layout.bytes_per_page} bytes a page."
         )
-    return ids.tolist()
+    return ids
 
 
 def shortage(plane: ControlPlane, slices: Sequence[Slice]) -> str:

@@ -139,6 +139,13 @@ class KvPool:
         keys, values = (np.asarray(from_storage(x, self.layout.dtype)) for x in (picked.keys, picked.values))
         return keys, values
 
+    def batch_size(self, count: int) -> int:
+        """Entries that a list of `count` pages is padded to: 8, 64, 512 …, at most the pages of a layer."""
+        size = _SMALLEST_BATCH
+        while size < count:
+            size *= _SMALLEST_BATCH
+        return max(count, min(size, self.layout.num_pages))
+
     def addresses(self) -> tuple[int, ...]:
         """Address of every buffer on every device of this process; equal before and after each step."""
         leaves = jax.tree.leaves(self.arrays)
@@ -154,10 +161,7 @@ class KvPool:
         return ids
 
     def _moved(self, program: Callable[..., PoolArrays], *ids: np.ndarray) -> KvPool:
-        size = _SMALLEST_BATCH
-        while size < len(ids[0]):
-            size *= _SMALLEST_BATCH
-        size = max(len(ids[0]), min(size, self.layout.num_pages))
+        size = self.batch_size(len(ids[0]))
         padded = [np.pad(x, (0, size - len(x)), constant_values=-1) for x in ids]
         pool, _ = self.step(lambda arrays: (program(self._geometry, arrays, *padded), None))
         return pool

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+import time
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,10 +17,13 @@ from paged.common.errors import InvalidInputError
 from paged.common.page_table import PageTable
 from paged.control import Slice, Step
 from paged.control.runner_protocol import IN_FLIGHT
+from paged.engine.params import GREEDY, NUM_WORDS, SamplingParams
 from paged.engine.pool import KvPool, PoolArrays
+from paged.engine.programs import ProgramBook
 from paged.engine.sampling import Sampled
-from paged.engine.step import Program, from_previous, pack_step, step
-from paged.engine.step_inputs import build_step_inputs
+from paged.engine.step import Program, Scored, from_previous, pack_step, step
+from paged.engine.step_inputs import StepInputs, build_step_inputs
+from paged.engine.trace import StepTrace
 from paged.models import Decoder
 
 
@@ -33,26 +37,53 @@ class Token:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class RequestSampling:
+    """How a request's tokens are chosen: its parameters, and what a step's host sends for it.
+
+    - `seed`: the one that is used. `num_prompt`: tokens of its prompt, whose scores are wanted if
+      `params.prompt_logprobs` is not None.
+    """
+
+    params: SamplingParams
+    words: np.ndarray
+    seed: int
+    num_prompt: int
+
+
+class _Wanted(NamedTuple):
+    """Scores that a step computes for one request's prompt: those of positions first .. first + length − 1, which are
+    the step's tokens from `token` on; `num_top` likeliest tokens each."""
+
+    who: Hashable
+    token: int
+    first: int
+    length: int
+    num_top: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """A step as the host sends it. `samples[i]` says whether slice i yields a token; `batch[i]` whose it is."""
+    """A step as the host sends it. `samples[i]` says whether slice i yields a token; `batch[i]` whose it is.
+
+    `num_top[i]`: likeliest tokens that slice i reports; `wanted`: scores of prompts.
+    """
 
     batch: tuple[Hashable, ...]
     vector: np.ndarray
     rung: Rung
     samples: np.ndarray
+    program: Program
+    num_top: Sequence[int]
+    wanted: Sequence[_Wanted] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ticket:
     """A step under way: what it samples is still on the device."""
 
-    batch: tuple[Hashable, ...]
-    samples: np.ndarray
-    sampled: Sampled
-
-
-OnToken = Callable[[Any, Token], object]
-"""on_token(request id, token): what `collect` tells beyond the bare ids, for tables of log probabilities."""
+    packed: Packed
+    scored: Scored
+    trace: StepTrace
 
 
 class DeviceRunner:
@@ -62,7 +93,12 @@ class DeviceRunner:
     - `max_rows`: requests in one step at most.
     - `depth`: 1 waits for each step; 2 lets the host plan the next one meanwhile, whose tokens then never leave the
       device: where the host does not know a token yet, the step reads what the latest step sampled for that request.
-    - `on_token`: called by `collect` for every sampled token, in the order of the batch.
+    - `sampling`: how tokens are chosen, by request; greedily for those that are not in it. Who enters a request takes
+      it out again.
+
+    `collected` holds what the latest collected step sampled, slice by slice, None where a prompt goes on. At depth 2
+    that includes a token of requests that ended meanwhile: `StepOutcome.tokens` tells which are kept.
+    `prompt_scores` gathers the scores of prompts by request and position; take them out.
 
     A step that fails before the pool was given away changes nothing. One that fails later takes the pool along: every
     further use raises `DonatedPoolError`.
@@ -76,19 +112,24 @@ class DeviceRunner:
         *,
         max_rows: int,
         depth: int = 1,
-        on_token: OnToken | None = None,
     ):
         self.model = model
         self.pool = pool
         self.program = program
         self.depth = check_int("DeviceRunner", "depth", depth, minimum=1, maximum=2)
-        self.on_token = on_token
+        self.sampling: dict[Hashable, RequestSampling] = {}
+        self.collected: list[Token | None] = []
+        self.prompt_scores: dict[Hashable, dict[int, Token]] = {}
+        self.programs = ProgramBook()
+        self.traces = StepTrace.log()
         # Placed where steps leave it, or the second step would compile anew.
         sharding = program.sharding
         one = next(iter(model.embedding.devices()))
         place = SingleDeviceSharding(one) if sharding is None else sharding.named(PartitionSpec())
         self._previous = jax.device_put(np.zeros(max_rows, np.int32), place)
         self._row_of: dict[Hashable, int] = {}
+        self._latest: Scored | None = None
+        self._free_at = time.perf_counter()
 
     @property
     def can_mix(self) -> bool:
@@ -97,14 +138,17 @@ class DeviceRunner:
 
     def scrub(self, pages: np.ndarray) -> None:
         """Zero these pages in every layer, in one dispatch, before any later step."""
+        self.programs.expect("scrub", self.pool.batch_size(len(pages)))
         self.pool = self.pool.scrub(pages)
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy pages whole in every layer, in one dispatch, before any later step."""
+        self.programs.expect("copy", self.pool.batch_size(len(target)))
         self.pool = self.pool.copy(source, target)
 
     def poison(self, pages: np.ndarray) -> None:
         """Debugging: fill pages with NaN in every layer."""
+        self.programs.expect("poison", self.pool.batch_size(len(pages)))
         self.pool = self.pool.poison(pages)
 
     def pack(
@@ -125,46 +169,112 @@ class DeviceRunner:
                         f"hold that request (position {piece.start + piece.num_tokens - 1})."
                     )
                 inputs.tokens[last] = from_previous(self._row_of[who])
-        vector, rung = pack_step(inputs, table)
-        return Packed(tuple(batch), vector, rung, inputs.samples[: len(slices)])
+        samples = inputs.samples[: len(slices)]
+        if not self.sampling:
+            vector, rung = pack_step(inputs, table)
+            return Packed(tuple(batch), vector, rung, samples, self.program, [self.program.num_top] * len(slices))
+        return self._pack_sampling(tuple(batch), slices, known, table, inputs, samples)
+
+    def _pack_sampling(
+        self,
+        batch: tuple[Hashable, ...],
+        slices: Sequence[Slice],
+        known: Sequence[Sequence[int] | np.ndarray],
+        table: PageTable,
+        inputs: StepInputs,
+        samples: np.ndarray,
+    ) -> Packed:
+        level, num_top, wanted = GREEDY, [self.program.num_top] * len(batch), list[_Wanted]()
+        words = np.zeros((table.num_rows, NUM_WORDS), np.int32)
+        targets = np.zeros(table.num_tokens, np.int32)
+        for row, who in enumerate(batch):
+            asked = self.sampling.get(who)
+            if asked is None:
+                continue
+            params, words[row] = asked.params, asked.words
+            num_top[row] = params.logprobs
+            level = max(level, params.level)  # of those that do not sample yet, too: fewer programs
+            first = slices[row].start + 1
+            count = min(slices[row].num_tokens, asked.num_prompt - first)
+            if params.prompt_logprobs is not None and count > 0:
+                token = int(table.query_offsets[row])
+                targets[token : token + count] = known[row][first : first + count]
+                wanted.append(_Wanted(who, token, first, count, params.prompt_logprobs))
+        top = self.program.num_top if any(num_top) or any(want.num_top for want in wanted) else 0
+        program = self.program.doing(level, top, bool(wanted))
+        vector, rung = pack_step(
+            inputs, table, words.reshape(-1) if level > GREEDY else None, targets if wanted else None
+        )
+        return Packed(batch, vector, rung, samples, program, num_top, wanted)
 
     def launch(self, packed: Packed) -> Ticket:
-        """Start a packed step, before any other is packed that feeds on it."""
+        """Start a packed step, before any other is packed that feeds on it.
 
-        def run(arrays: PoolArrays) -> tuple[PoolArrays, tuple[jax.Array, Sampled]]:
-            pool, previous, sampled = step(self.program, packed.rung, self.model, arrays, self._previous, packed.vector)
-            return pool, (previous, sampled)
+        Raises `LateCompileError`, and starts nothing, if it would compile a program after `programs` was sealed.
+        """
+        self.programs.expect(packed.program, packed.rung)
+        began = time.perf_counter()
+        # Whether the device had run out of work by now; if so, at most since the host last knew it to be busy.
+        ran_dry = self._latest is None or self._latest.sampled.tokens.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
-        self.pool, (self._previous, sampled) = self.pool.step(run)
+        def run(arrays: PoolArrays) -> tuple[PoolArrays, tuple[jax.Array, Scored]]:
+            pool, previous, scored = step(
+                packed.program, packed.rung, self.model, arrays, self._previous, packed.vector
+            )
+            return pool, (previous, scored)
+
+        self.pool, (self._previous, self._latest) = self.pool.step(run)
         self._row_of = {who: row for row, who in enumerate(packed.batch)}
-        return Ticket(packed.batch, packed.samples, sampled)
+        ended = time.perf_counter()
+        trace = StepTrace(
+            rows=len(packed.batch),
+            rung_tokens=packed.rung.tokens,
+            plan_s=began - self._free_at,
+            dispatch_s=ended - began,
+            idle_s=ended - self._free_at if ran_dry else 0.0,
+        )
+        self._free_at = ended
+        return Ticket(packed, self._latest, trace)
+
+    def rest(self) -> None:
+        """Nobody asked for anything until now: the time since the last step counts for nothing."""
+        self._free_at, self._latest = time.perf_counter(), None
 
     def dispatch(self, step: Step) -> Ticket:
         """Start a driver's step; it does not wait for the device."""
         return self.launch(self.pack(step.batch, step.slices, step.known, step.table))
 
     def collect(self, ticket: Ticket) -> np.ndarray:
-        """Wait for a step: (slices,) int32 sampled ids; 0 for slices that sample nothing."""
-        tokens = self.read(ticket)
-        if self.on_token is not None:
-            for who, token in zip(ticket.batch, tokens):
-                if token is not None:
-                    self.on_token(who, token)
-        return np.array([0 if token is None else token.id for token in tokens], np.int32)
+        """Wait for a step: (slices,) int32 sampled ids; 0 for slices that sample nothing. Fills `collected`."""
+        self.collected = self.read(ticket)
+        return np.array([0 if token is None else token.id for token in self.collected], np.int32)
 
     def read(self, ticket: Ticket) -> list[Token | None]:
         """Wait for a step: for each slice its token, or None where its prompt goes on.
 
         Raises `InvalidInputError` naming the row if the logits were not finite.
         """
-        host = jax.device_get(ticket.sampled)
-        rows = np.flatnonzero(ticket.samples)
+        began = time.perf_counter()
+        host, prompt = jax.device_get(ticket.scored)
+        packed, self._free_at = ticket.packed, time.perf_counter()
+        self.traces.append(dataclasses.replace(ticket.trace, wait_s=self._free_at - began))
+        rows = np.flatnonzero(packed.samples)
         refuse_rows("step", "log probability", host.logprobs[rows], np.isnan(host.logprobs[rows]), _NOT_FINITE)
-        out: list[Token | None] = [None] * len(ticket.samples)
+        out: list[Token | None] = [None] * len(packed.samples)
         for row in rows.tolist():
-            top = zip(host.top_tokens[row].tolist(), host.top_logprobs[row].tolist())
-            out[row] = Token(int(host.tokens[row]), float(host.logprobs[row]), tuple(top))
+            out[row] = _token(host, row, packed.num_top[row])
+        for want in packed.wanted:
+            scores = self.prompt_scores.setdefault(want.who, {})
+            for i in range(want.length):
+                scores.setdefault(want.first + i, _token(prompt, want.token + i, want.num_top))
         return out
+
+
+def _token(host: Sampled, row: int, num_top: int) -> Token:
+    top = ()
+    if num_top:
+        top = tuple(zip(host.top_tokens[row, :num_top].tolist(), host.top_logprobs[row, :num_top].tolist()))
+    return Token(int(host.tokens[row]), float(host.logprobs[row]), top)
 
 
 _NOT_FINITE = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,11 +16,15 @@ from paged.common.checks import check_int, refuse_rows
 from paged.common.errors import InvalidInputError, PoolExhaustedError, UnsupportedError
 from paged.common.page_table import PageTable, pages_for
 from paged.control import ControlPlane, Handle, ShapeLadders, Shapes, Slice
-from paged.engine.limits import build_pool, check_prompt, device_of, layout_for, shortage
+from paged.engine.limits import build_pool, check_ids, check_prompt, device_of, layout_for, shortage
+from paged.engine.params import SamplingParams
 from paged.engine.pool import KvPool
-from paged.engine.runner import DeviceRunner, OnToken, Packed, Token
+from paged.engine.runner import DeviceRunner, Packed, RequestSampling, Token
 from paged.engine.step import Program
+from paged.engine.warm_up import Say, WarmUp, warm_up
 from paged.models import Decoder
+
+_SHORT_KV_LEN, _LONG_KV_LEN = 512, 2048
 
 OnChunk = Callable[[int, int], object]
 """on_chunk(tokens done, tokens in all), after each step of a prefill."""
@@ -42,9 +47,12 @@ class Runtime:
     - `num_pages`: pages of one layer, the sentinel included; or `memory_bytes`: bytes of one device that the pool may
       take. Exactly one of the two.
     - `max_requests`: requests that can be open at once. `max_step_tokens`: longest step; longer prompts run in chunks.
-    - `kv_dtype`: element type of the pool; the model's by default. `num_top`: likeliest tokens to report beside each.
-    - `shapes`: padding policy; by default `ShapeLadders`. `scan`: layers as one loop; by default wherever the backend's
-      pool is stacked. `poison_freed`: debugging, fills freed pages with NaN.
+      `max_request_tokens`: tokens that one request may have, if that is fewer than the pool and the model have room
+      for; fewer mean fewer programs.
+    - `kv_dtype`: element type of the pool; the model's by default. `num_top`: likeliest tokens that a request may ask
+      for, and that are reported to those that come without `SamplingParams`.
+    - `shapes`: padding policy; by default `ShapeLadders`, with `few_programs` at its coarsest. `scan`: layers as one
+      loop; by default wherever the backend's pool is stacked. `poison_freed`: debugging, fills freed pages with NaN.
 
     Everything the backend does not declare is refused here, before the pool is built. Raises `UnsupportedError` naming
     the capability, `InvalidInputError`, or `PoolExhaustedError` with the arithmetic of a pool that does not fit.
@@ -53,8 +61,8 @@ class Runtime:
 
     - By request: `add`, `prefill`, `decode`, `release`.
     - By slices: `plane.open`, `prepare_step`, `run`, `plane.release`; the caller keeps the tokens.
-    - By a `paged.control.Driver(runtime.plane, runtime.runner, …)`, which then has the plane for itself; `depth` and
-      `on_token` are the runner's, see `DeviceRunner`.
+    - By a `paged.control.Driver(runtime.plane, runtime.runner, …)`, which then has the plane for itself; `depth` is the
+      runner's, see `DeviceRunner`.
     """
 
     def __init__(
@@ -73,7 +81,8 @@ class Runtime:
         shapes: Shapes | None = None,
         scan: bool | None = None,
         depth: int = 1,
-        on_token: OnToken | None = None,
+        max_request_tokens: int | None = None,
+        few_programs: bool = False,
         poison_freed: bool = False,
     ):
         backend = get_backend(backend) if isinstance(backend, str) else backend
@@ -103,6 +112,9 @@ class Runtime:
         stacked = backend.capabilities.pool_layout == "stacked"
         program = Program(backend, sharding, device.platform, stacked if scan is None else scan, num_top)
         self.max_tokens = min(self.layout.usable_pages * tokens_per_page, model.config.max_positions)
+        if max_request_tokens is not None:
+            most = check_int("Runtime", "max_request_tokens", max_request_tokens, minimum=1)
+            self.max_tokens = min(self.max_tokens, most)
         self.plane = ControlPlane(
             self.layout,
             max_requests=max_requests,
@@ -113,11 +125,14 @@ class Runtime:
                 max_rows=max_requests,
                 max_tokens=max_step_tokens,
                 max_kv_len=self.max_tokens,
+                min_kv_len=_LONG_KV_LEN if few_programs else _SHORT_KV_LEN,
+                wide_mixed=few_programs,
             ),
             poison_freed=(lambda pages: self.runner.poison(pages)) if poison_freed else None,
         )
         pool = build_pool(self.layout, backend, sharding, device)
-        self.runner = DeviceRunner(model, pool, program, max_rows=max_requests, depth=depth, on_token=on_token)
+        self.runner = DeviceRunner(model, pool, program, max_rows=max_requests, depth=depth)
+        self.poisons = poison_freed
         self._tokens: dict[Handle, list[int]] = {}
         self._prepared: set[PreparedStep] = set()
 
@@ -131,13 +146,17 @@ class Runtime:
         """The pool as it is now; every step replaces it."""
         return self.runner.pool
 
-    def add(self, prompt: Sequence[int] | np.ndarray) -> Handle:
+    def add(self, prompt: Sequence[int] | np.ndarray, params: SamplingParams | None = None) -> Handle:
         """A handle for a new request; nothing runs and no page is taken yet.
+
+        - `params`: how its tokens are chosen, by default greedily. When it ends is the caller's matter here, and `n`
+          must be 1; scores of its prompt are in `prompt_scores` after the prefill.
 
         Raises `InvalidInputError` for an empty prompt or a token outside the vocabulary, and `PoolExhaustedError` with
         the arithmetic if the prompt can never fit, or if `max_requests` are open.
         """
         tokens = self.check_prompt(prompt)
+        sampling = None if params is None else self.sampling(params, len(tokens))
         handle = self.plane.open()
         if handle is None:
             raise PoolExhaustedError(
@@ -145,7 +164,39 @@ class Runtime:
                 f"a larger max_requests."
             )
         self._tokens[handle] = tokens
+        if sampling is not None:
+            self.runner.sampling[handle] = sampling
         return handle
+
+    def sampling(
+        self, params: SamplingParams, num_prompt: int, *, seed: int | None = None, sample: int = 0, name: str = "prompt"
+    ) -> RequestSampling:
+        """What the runner wants to know of a request with a prompt of `num_prompt` tokens.
+
+        - `seed`: what to use where the parameters have none; by default a fresh one. `sample`: its number, 0 .. n − 1.
+
+        Raises `InvalidInputError` naming the field for log probabilities or ids that this runtime does not have.
+        """
+        vocabulary, most = self.model.config.vocab_size, self.runner.program.num_top
+        for field in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(params, field) or 0) > most:
+                raise InvalidInputError(
+                    f"{name}: SamplingParams.{field} is {asked}; this runtime reports at most {most} likeliest tokens. "
+                    f"Ask for fewer, or build it with num_top={asked}."
+                )
+        for token in params.stop_token_ids:
+            check_int(name, "stop_token_ids", token, minimum=0, maximum=vocabulary - 1)
+        if params.seed is not None:
+            seed = params.seed
+        elif seed is None:
+            seed = secrets.randbits(64)
+        return RequestSampling(params, params.words(seed, sample), seed, num_prompt)
+
+    def prompt_scores(self, handle: Handle) -> list[Token | None]:
+        """Scores of the prompt's tokens, for a request that asked for them, once it was prefilled: None for the first,
+        which nothing comes before."""
+        scores = self.runner.prompt_scores.get(handle, {})
+        return [scores.get(i) for i in range(self.runner.sampling[handle].num_prompt)]
 
     def check_prompt(self, prompt: Sequence[int] | np.ndarray, *, name: str = "prompt", more: int = 0) -> list[int]:
         """The prompt as a list of ints, if it and `more` tokens can ever be cached; raises what `add` raises.
@@ -153,6 +204,21 @@ class Runtime:
         `name` is what messages call it. Tokens past the model's last position are not counted in.
         """
         return check_prompt(self.model.config, self.layout, prompt, name=name, more=more)
+
+    def check_ids(self, prompt: Sequence[int] | np.ndarray, *, name: str = "prompt") -> list[int]:
+        """The prompt as a list of ints, whether or not it fits; raises `InvalidInputError` as `add` does."""
+        return check_ids(self.model.config, prompt, name=name)
+
+    def warm_up(self, *params: SamplingParams, strict: bool = False, say: Say | None = None) -> WarmUp:
+        """Compile, and run once on padding alone, every program that steps for such requests can need.
+
+        - `params`: what requests will ask for; by default greedy ones without log probabilities beside their tokens.
+        - `strict`: from now on a step that would compile raises `LateCompileError`.
+        - `say`: called with a line that tells how many programs it was and how long it took.
+
+        Raises `InvalidInputError` while requests are open or prefixes are cached: pages are overwritten.
+        """
+        return warm_up(self, params or (SamplingParams(),), strict=strict, say=say)
 
     def tokens(self, handle: Handle) -> tuple[int, ...]:
         """Prompt and generated tokens of a request that `add` opened."""
@@ -197,7 +263,8 @@ class Runtime:
     def release(self, handle: Handle) -> np.ndarray:
         """Forget a request, at any point; returns the pages (int32) that became free."""
         freed = self.plane.release(handle)
-        self._tokens.pop(handle, None)
+        for table in (self._tokens, self.runner.sampling, self.runner.prompt_scores):
+            table.pop(handle, None)
         return freed
 
     def prepare_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +18,62 @@ from paged.backends.sharding import KvSharding
 from paged.backends.step import plan_step
 from paged.common.page_table import PageTable
 from paged.engine.compile_options import compiler_options
+from paged.engine.params import FILTERED, GREEDY, NUM_WORDS
 from paged.engine.pool import PoolArrays
-from paged.engine.sampling import Sampled, greedy
+from paged.engine.sampling import RowParams, Sampled, greedy_tokens, random_tokens, scored
 from paged.engine.step_inputs import StepInputs
 from paged.models import Decoder
+
+_SCORED_TOGETHER = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is static in a step besides its rung: equal programs at equal rungs compile once."""
+    """What is static in a step besides its rung: equal programs at equal rungs compile once.
+
+    - `num_top`: likeliest tokens to report. `level`: `GREEDY`, `RANDOM` or `FILTERED` choice of tokens.
+    - `scores_prompt`: whether the log probabilities of the tokens that follow those of the step are computed.
+    """
 
     backend: AttentionBackend
     sharding: KvSharding | None
     platform: str
     scan: bool
     num_top: int
+    level: int = GREEDY
+    scores_prompt: bool = False
+
+    def __or__(self, other: Program) -> Program:
+        """The program that can do what either can do for its requests."""
+        return self.doing(
+            max(self.level, other.level), max(self.num_top, other.num_top), self.scores_prompt or other.scores_prompt
+        )
+
+    def doing(self, level: int, num_top: int, scores_prompt: bool) -> Program:
+        """The same step with other abilities: how tokens are chosen, likeliest ones reported, prompts scored."""
+        if (level, num_top, scores_prompt) == (self.level, self.num_top, self.scores_prompt):
+            return self
+        return dataclasses.replace(self, level=level, num_top=num_top, scores_prompt=scores_prompt)
 
 
-def pack_step(inputs: StepInputs, table: PageTable) -> tuple[np.ndarray, Rung]:
-    """Everything that a step needs from the host in one int32 vector: one transfer, whatever the number of devices."""
+class Scored(NamedTuple):
+    """What a step leaves on the device: `sampled` by row and, if prompts are scored, `prompt` by token of the step."""
+
+    sampled: Sampled
+    prompt: Sampled | None
+
+
+def pack_step(
+    inputs: StepInputs, table: PageTable, words: np.ndarray | None = None, targets: np.ndarray | None = None
+) -> tuple[np.ndarray, Rung]:
+    """Everything that a step needs from the host in one int32 vector: one transfer, whatever the number of devices.
+
+    - `words` (rows × `NUM_WORDS`,): what a program above `GREEDY` reads; `targets` (tokens,): the token that follows
+      each, for one that scores prompts.
+    """
     vector, rung = pack_table(table)
-    return np.concatenate([inputs.tokens, inputs.positions, inputs.sample_indices, vector]), rung
+    parts = [inputs.tokens, inputs.positions, inputs.sample_indices, words, targets, vector]
+    return np.concatenate([part for part in parts if part is not None]), rung
 
 
 def from_previous(row: int) -> int:
@@ -48,8 +83,8 @@ def from_previous(row: int) -> int:
 
 def step(
     program: Program, rung: Rung, model: Decoder, pool: PoolArrays, previous: Array, packed: np.ndarray
-) -> tuple[PoolArrays, Array, Sampled]:
-    """One step over a packed batch: the pool to use from now on, the next `previous`, and what each row sampled.
+) -> tuple[PoolArrays, Array, Scored]:
+    """One step over a packed batch: the pool to use from now on, the next `previous`, and what was sampled and scored.
 
     - `pool` is donated. `previous` (most rows of any step,) int32: tokens that the step before sampled, by row.
 
@@ -72,11 +107,12 @@ def traced_step(
     pool: PoolArrays,
     previous: Int32[Array, " m"],
     packed: Int32[Array, " n"],
-) -> tuple[PoolArrays, Int32[Array, " m"], Sampled]:
+) -> tuple[PoolArrays, Int32[Array, " m"], Scored]:
     """What `step` compiles: unpack, plan, run the decoder, sample."""
-    ends = np.cumsum([rung.tokens, rung.tokens, rung.rows])
-    tokens, positions, sample_indices, vector = (
-        packed[a:b] for a, b in zip([0, *ends.tolist()], [*ends.tolist(), packed.shape[0]])
+    words, targets = NUM_WORDS * rung.rows * (program.level > GREEDY), rung.tokens * program.scores_prompt
+    ends = np.cumsum([rung.tokens, rung.tokens, rung.rows, words, targets]).tolist()
+    tokens, positions, sample_indices, words, targets, vector = (
+        packed[a:b] for a, b in zip([0, *ends], [*ends, packed.shape[0]])
     )
     tokens = jnp.where(tokens < 0, previous[-1 - tokens], tokens)
     table = unpack_table(vector, rung)
@@ -85,12 +121,34 @@ def traced_step(
     group_size = config.num_query_heads // config.num_kv_heads
     rung = rung.with_heads(group_size=group_size, head_dim=config.head_dim, kv_dtype=stored.dtype.name)
     plans = tuple(plan_step(backend, table, rung, spec) for spec in config.block)
-    logits, pool = model(
-        tokens, positions, sample_indices, pool, plans, backend=backend, sharding=sharding, scan=program.scan
-    )
-    sampled = greedy(logits, num_top=program.num_top)
+    hidden, pool = model.hidden(tokens, positions, pool, plans, backend=backend, sharding=sharding, scan=program.scan)
+    # What is done with the logits must not reach into how the model before them is compiled (requirement R6).
+    logits = model.logits(jnp.take(hidden, sample_indices, axis=0, mode="clip"))
+    logits, hidden = jax.lax.optimization_barrier((logits, hidden))
+    chosen = _choose(program, logits, jnp.take(positions, sample_indices, mode="clip") + 1, words)
+    sampled = scored(logits, chosen, num_top=program.num_top)
+    prompt = _score_prompt(model, hidden, targets, program.num_top) if program.scores_prompt else None
     kept = sampled.tokens[: previous.shape[0]]
     previous = jnp.zeros_like(previous).at[: kept.shape[0]].set(kept)
+    out = Scored(sampled, prompt)
     if sharding is not None:
-        previous, sampled = jax.lax.with_sharding_constraint((previous, sampled), sharding.named(PartitionSpec()))
-    return pool, previous, sampled
+        previous, out = jax.lax.with_sharding_constraint((previous, out), sharding.named(PartitionSpec()))
+    return pool, previous, out
+
+
+def _choose(program: Program, logits: Array, positions: Array, words: Array) -> Array:
+    if program.level == GREEDY:
+        return greedy_tokens(logits)
+    if program.sharding is not None:  # whole rows: thresholds are found in many passes over them
+        logits = jax.lax.with_sharding_constraint(logits, program.sharding.named(PartitionSpec()))
+    return random_tokens(logits, positions, RowParams.unpack(words), filtered=program.level == FILTERED)
+
+
+def _score_prompt(model: Decoder, hidden: Array, targets: Array, num_top: int) -> Sampled:
+    """Scores of the token after each, a block of tokens at a time: logits of a whole step are larger than the model."""
+    blocks = -(-targets.shape[0] // _SCORED_TOGETHER)
+    padding = blocks * _SCORED_TOGETHER - targets.shape[0]
+    rows = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(blocks, -1, hidden.shape[1])
+    wanted = jnp.pad(targets, (0, padding)).reshape(blocks, -1)
+    out = jax.lax.map(lambda x: scored(model.logits(x[0]), x[1], num_top=num_top), (rows, wanted))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: targets.shape[0]], out)

@@ -96,6 +96,21 @@ class Decoder(eqx.Module):
         No dense cache exists here: memory beyond the pool is that of one layer's activations. Raises
         `InvalidInputError` while tracing if plans or pools do not fit the config.
         """
+        x, pool = self.hidden(tokens, positions, pool, plans, backend=backend, sharding=sharding, scan=scan)
+        return self.logits(jnp.take(x, sample_indices, axis=0, mode="clip")), pool
+
+    def hidden(
+        self,
+        tokens: Int32[Array, " t"],
+        positions: Int32[Array, " t"],
+        pool: Pool,
+        plans: tuple[StepPlan, ...],
+        *,
+        backend: AttentionBackend,
+        sharding: KvSharding | None = None,
+        scan: bool = True,
+    ) -> tuple[Float[Array, "t m"], Pool]:
+        """The step without its end: of every token what `logits` takes, and the pool. Arguments are those of a call."""
         _check_step(self.config, pool, plans, scan)
 
         def attend(layer: Int32[Array, ""] | int, position: int, pool: KvArrays, heads: Heads) -> Attended:
@@ -103,10 +118,8 @@ class Decoder(eqx.Module):
 
         x, rotary = self._embed(tokens), Rotary.at(positions, self.config)
         if isinstance(pool, KvArrays) and scan:
-            x, pool = self._scanned(x, rotary, pool, attend)
-        else:
-            x, pool = self._unrolled(x, rotary, pool, attend)
-        return self._logits(jnp.take(x, sample_indices, axis=0, mode="clip")), pool
+            return self._scanned(x, rotary, pool, attend)
+        return self._unrolled(x, rotary, pool, attend)
 
     def _scanned(
         self, x: Float[Array, "t m"], rotary: Rotary, pool: KvArrays, attend: Attend
@@ -152,12 +165,13 @@ class Decoder(eqx.Module):
             return x, None
 
         x, _ = lax.scan(body, self._embed(tokens.reshape(-1)), self.layers)
-        return self._logits(x).reshape(*tokens.shape, -1)
+        return self.logits(x).reshape(*tokens.shape, -1)
 
     def _embed(self, tokens: Int32[Array, " t"]) -> Float[Array, "t m"]:
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")
 
-    def _logits(self, x: Float[Array, "n m"]) -> Float[Array, "n v"]:
+    def logits(self, x: Float[Array, "n m"]) -> Float[Array, "n v"]:
+        """float32 logits of the tokens that follow, from what `hidden` gives of these."""
         x = rms_norm(x, self.norm, self.config.rms_eps)
         head = self.embedding if self.head is None else self.head
         return linear(x, head, out=jnp.float32)

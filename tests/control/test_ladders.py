@@ -32,6 +32,9 @@ def test_the_page_list_is_as_wide_as_the_rung_can_need():
     assert decode == FixedShape(rows=4, tokens=4, listed_pages=4 * 3, max_query_len=1, max_kv_len=9)
 
 
+WIDE = dataclasses.replace(SMALL, wide_mixed=True)
+
+
 def every_step() -> set[FixedShape]:
     """Sizes of every batch that SMALL can hold; only its longest query and KV length matter."""
     out = {FixedShape(0, 0, 0, 0, 0)}
@@ -44,13 +47,14 @@ def every_step() -> set[FixedShape]:
     return out
 
 
-def test_every_step_has_a_rung_that_holds_it_and_every_rung_has_a_step():
+@pytest.mark.parametrize("ladders", [SMALL, WIDE])
+def test_every_step_has_a_rung_that_holds_it_and_every_rung_has_a_step(ladders):
     reached = set()
     for need in every_step():
-        shape = SMALL.shape_for(need)
+        shape = ladders.shape_for(need)
         assert shape.shape_for(need) == shape
         reached.add(shape)
-    rungs = list(SMALL.rungs())
+    rungs = list(ladders.rungs())
     assert len(rungs) == len(set(rungs))
     assert set(rungs) == reached
 

@@ -64,16 +64,12 @@ def test_completions_are_in_order_and_follow_the_dense_path(tiny, make_generator
     assert_nothing_left(generator)
 
 
-def test_requests_wait_until_all_their_pages_are_certain(make_generator, prompts, alone, monkeypatch):
+def test_a_pool_for_one_request_serves_all_of_them(make_generator, prompts, alone):
     # With 11 more tokens each the prompts need 12, 7, 6, 4, 4 and 3 pages; there are 13.
     generator = make_generator(num_pages=14)
-    batches = []
-    runtime = generator.runtime
-    decode = runtime.decode
-    monkeypatch.setattr(runtime, "decode", lambda handles: batches.append(len(handles)) or decode(handles))
     got = generator.generate(prompts[::-1], max_tokens=12, eos=())
     assert [c.token_ids for c in got] == [c.token_ids for c in alone[::-1]]
-    assert batches == [1] * 11 + [2] * 11 + [3] * 11
+    assert sum(c.preemptions for c in got) == generator.engine.driver.counters.preemptions > 0
     assert_nothing_left(generator)
 
 
@@ -120,6 +116,20 @@ def test_text_comes_in_pieces_that_join_to_the_whole(make_generator):
     assert [j for j, _, _ in seen[:4]] == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_token_is_told_after_the_end_of_a_text(make_generator, prompts, alone, depth):
+    # At depth 2 a step that feeds the end of the text is under way when the end is seen.
+    cut = alone[3].token_ids[4]
+    seen = []
+    generator = make_generator(depth=depth)
+    done = generator.generate(
+        [prompts[3], prompts[1]], max_tokens=12, eos=[cut], on_token=lambda i, token, _: seen.append((i, token.id))
+    )
+    for i, completion in enumerate(done):
+        assert tuple(token for j, token in seen if j == i) == completion.token_ids
+    assert done[0].token_ids == alone[3].token_ids[: alone[3].token_ids.index(cut) + 1]
+
+
 def test_chunks_are_reported(make_generator, prompts):
     seen = []
     make_generator().generate([prompts[5]], max_tokens=1, on_chunk=lambda done, total: seen.append((done, total)))
@@ -130,7 +140,7 @@ def test_chunks_are_reported(make_generator, prompts):
     ("batch", "max_tokens", "error", "message"),
     [
         ([[1], []], 4, InvalidInputError, r"prompt 1 is empty"),
-        ([[1], "text"], 4, InvalidInputError, r"prompt 1 is text, and this generator has no tokenizer"),
+        ([[1], "text"], 4, InvalidInputError, r"prompt 1 is text, and this engine has no tokenizer"),
         ([[1, 96]], 4, InvalidInputError, r"prompt 0.tokens must be in 0..95: token 1 has 96"),
         ([[1], [1] * 97], 4, InvalidInputError, r"prompt 1 has 97 tokens; the model has positions for 96"),
         (
@@ -171,12 +181,12 @@ def test_requests_of_other_users_are_left_alone(make_generator, prompts, alone):
     runtime = generator.runtime
     other = runtime.add(prompts[3])
     runtime.prefill([other])
-    with pytest.raises(PoolExhaustedError, match=r"prompt 0 may need 12 pages; 10 of 13 are free"):
+    with pytest.raises(PoolExhaustedError, match=r"0 of 13 can be had: somebody else holds the others"):
         generator.generate([prompts[5]], max_tokens=12, eos=())
     assert generator.generate([prompts[2]], max_tokens=12, eos=())[0].token_ids == alone[2].token_ids
     assert runtime.decode([other])[0].id == alone[3].token_ids[1]
     more = [runtime.add([1]) for _ in range(3)]
-    with pytest.raises(PoolExhaustedError, match="all 4 requests of the runtime are open"):
+    with pytest.raises(PoolExhaustedError, match="4 of 4 rows are open, 0 of them by this driver"):
         generator.generate([prompts[2]], max_tokens=2)
     assert len(more) == 3
 

@@ -14,15 +14,17 @@ TIE = 1e-3
 
 @pytest.fixture(scope="module")
 def serve(make_runtime, prompts):
-    """Six requests through a driver: their results in order, the driver, and (id, token) as they were collected."""
+    """Six requests through a driver: their results in order, the driver, and (id, token) of those that were kept."""
 
     def run(**options):
         told = []
-        runtime = make_runtime(on_token=lambda who, token: told.append((who, token)), **options)
+        runtime = make_runtime(**options)
         driver = Driver(runtime.plane, runtime.runner, max_step_tokens=16)
         ids = [driver.submit(prompt, 14) for prompt in prompts]
-        while driver.step() is not None:
+        while (outcome := driver.step()) is not None:
             driver.verify()
+            rows = zip(outcome.batch, outcome.tokens.tolist(), runtime.runner.collected)
+            told += [(who, token) for who, kept, token in rows if kept >= 0]
         assert (runtime.plane.held_pages, runtime.plane.leaked_pages()) == (0, 0)
         return [driver.take(i) for i in ids], driver, told
 
