@@ -52,12 +52,10 @@ class Kit:
 AITER = Kit(
     modules=("conformance.kits.aiter.lowered",),
     checks=(
-        KitCheck(
-            "kit/lowering/step",
-            0,
-            "a step of two layers, lowered for ROCm over 8 devices, calls every target exactly by its contract",
-            EVERYWHERE,
-        ),
+        KitCheck("kit/lowering/contract", 0, "every call of a lowered step is by the contract, to the bit", EVERYWHERE),
+        KitCheck("kit/lowering/donation", 0, "a lowered step donates its pool and aliases every append", EVERYWHERE),
+        KitCheck("kit/lowering/sharding", 0, "a lowered step's calls get one device's heads, on 3 meshes", EVERYWHERE),
+        KitCheck("kit/lowering/collectives", 0, "a lowered step has no collective", EVERYWHERE),
     ),
 )
 KITS: Mapping[str, Kit] = {"aiter": AITER}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paged.backends.aiter.lowering import Call, read_calls
@@ -170,17 +170,35 @@ ROUTE = ("AppendKvJA", "PagedAttentionJA", "PagedPrefillJA")
 """The targets that the route `paged-kv` calls; all must be there."""
 
 
-def check_lowering(module: Any, *, required: Sequence[str] = ()) -> list[str]:
+def check_lowering(
+    module: Any, *, required: Sequence[str] = (), arguments: Mapping[str, Collection[int]] | None = None
+) -> list[str]:
     """Every difference between a lowered module's calls and the contract, each naming the target and what differs.
 
     - `module`: what `jax.stages.Lowered.compiler_ir("stablehlo")` gives, read with MLIR's bindings.
     - `required`: targets of which there must be at least one call.
+    - `arguments`: operand name, e.g. `"k_new"` -> indices of the main function's arguments one of which it must be made
+      from, and of which it must be made from none that is given to another name. Types cannot tell K from V.
 
     Empty if there is none. Calls of other targets are not looked at.
     """
     calls = read_calls(module)
     missing = [f"{name}: the module has no call of it" for name in required if name not in {c.target for c in calls}]
-    return missing + [d for call in calls if call.target in TARGETS for d in differences(call)]
+    found = [d for call in calls if call.target in TARGETS for d in differences(call)]
+    return missing + found + [d for call in calls if call.target in TARGETS for d in _swapped(call, arguments or {})]
+
+
+def _swapped(call: Call, arguments: Mapping[str, Collection[int]]) -> Iterable[str]:
+    for at, operand in enumerate(TARGETS[call.target].operands):
+        wanted = set(arguments.get(operand.name, ()))
+        if not wanted or at >= len(call.origins):
+            continue
+        made_from = call.origins[at]
+        others = {i: name for name, indices in arguments.items() if name != operand.name for i in indices}
+        if foreign := sorted({others[i] for i in made_from if i in others and i not in wanted}):
+            yield f"{call.target}: operand {at} ({operand.name}) is made from {' and '.join(foreign)}"
+        elif not made_from & wanted:
+            yield f"{call.target}: operand {at} ({operand.name}) is not made from argument {sorted(wanted)}"
 
 
 def differences(call: Call) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Array = tuple[tuple[int, ...], str, tuple[int, ...]]
@@ -18,6 +18,8 @@ class Call:
     - `aliases`: (operand, result) indices that share a buffer.
     - `typed`: it carries attributes for XLA's typed FFI; other custom calls pass bytes.
     - `place`: names of the operations it lies in, outermost first.
+    - `origins`: for each operand the arguments of the module's main function that it is made from. What a call returns
+      in an aliased buffer is made from that buffer alone.
     """
 
     target: str
@@ -28,11 +30,17 @@ class Call:
     aliases: tuple[tuple[int, int], ...]
     typed: bool
     place: tuple[str, ...]
+    origins: tuple[frozenset[int], ...] = ()
 
 
 def read_calls(module: Any) -> tuple[Call, ...]:
     """Every `stablehlo.custom_call` of a module, in the order of the text."""
-    return tuple(_call(operation, place) for operation, place in walk(module) if _is_call(operation))
+    origins = Origins(module)
+    return tuple(
+        dataclasses.replace(_call(operation, place), origins=tuple(origins.of(o) for o in operation.operands))
+        for operation, place in walk(module)
+        if _is_call(operation)
+    )
 
 
 def walk(module: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
@@ -109,3 +117,90 @@ def _alias(attribute: Any) -> tuple[int, int]:
     alias = stablehlo.OutputOperandAlias(attribute)
     result = list(alias.output_tuple_indices)
     return int(alias.operand_index), int(result[0]) if result else 0
+
+
+def split_axes(operation: Any) -> tuple[tuple[str, ...], ...]:
+    """For each operand of a `sdy.manual_computation`, the mesh axes that it is split over, in the order of its axes."""
+    from jaxlib.mlir.dialects import sdy
+
+    per_value = sdy.TensorShardingPerValueAttr(operation.attributes["in_shardings"])
+    out = []
+    for sharding in per_value.shardings:
+        dimensions = sdy.TensorShardingAttr(sharding).dimension_shardings
+        axes = (sdy.AxisRefAttr(a).name for d in dimensions for a in sdy.DimensionShardingAttr(d).axes)
+        out.append(tuple(str(axis) for axis in axes))
+    return tuple(out)
+
+
+def donated(module: Any) -> tuple[bool, ...]:
+    """For each argument of `main`, whether the caller gives its buffer away."""
+    for operation in module.body.operations:
+        operation = operation.operation
+        if operation.name == "func.func" and operation.attributes["sym_name"].value == "main":
+            return tuple(
+                "jax.buffer_donor" in a or "tf.aliasing_output" in a for a in operation.attributes["arg_attrs"]
+            )
+    return ()
+
+
+class Origins:
+    """Which arguments of `main` each value of a module is made from, by one pass in the order of the text.
+
+    Calls of functions, manual computations and loops are looked into; a loop's carried values are made from whatever
+    they start with and whatever its body adds. Any other operation makes its results from all of its operands.
+    """
+
+    def __init__(self, module: Any):
+        self._functions = {}
+        for operation in module.body.operations:
+            operation = operation.operation
+            if operation.name == "func.func":
+                self._functions[operation.attributes["sym_name"].value] = operation
+        self._found: dict[Any, frozenset[int]] = {}
+        block = self._functions["main"].regions[0].blocks[0]
+        self._block(block, [frozenset({at}) for at in range(len(block.arguments))])
+
+    def of(self, value: Any) -> frozenset[int]:
+        """Indices of arguments of `main`; empty for a constant."""
+        return self._found.get(value, frozenset())
+
+    def _block(self, block: Any, arguments: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+        """Go through a block; the origins of what it returns."""
+        for argument, origin in zip(block.arguments, arguments):
+            self._add(argument, origin)
+        returned: list[frozenset[int]] = []
+        for operation in block.operations:
+            operation = operation.operation
+            operands = [self.of(o) for o in operation.operands]
+            if operation.name in ("func.return", "stablehlo.return", "sdy.return"):
+                returned = operands
+            for result, origin in zip(operation.results, self._results(operation, operands)):
+                self._add(result, origin)
+        return returned
+
+    def _results(self, operation: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
+        count = len(operation.results)
+        everything = frozenset().union(*operands)
+        if operation.name == "func.call":
+            callee = self._functions.get(operation.attributes["callee"].value)
+            return [everything] * count if callee is None else self._block(callee.regions[0].blocks[0], operands)
+        if operation.name == "sdy.manual_computation":
+            return self._block(operation.regions[0].blocks[0], operands)
+        if operation.name == "stablehlo.while":
+            carried = operands
+            for _ in range(len(operands) + 1):
+                again = self._block(operation.regions[1].blocks[0], carried)
+                merged = [a | b for a, b in zip(carried, again)]
+                if merged == carried:
+                    break
+                carried = merged
+            self._block(operation.regions[0].blocks[0], carried)
+            return carried
+        results = [everything] * count
+        if _is_call(operation):
+            for operand, result in _call(operation, ()).aliases:
+                results[result] = operands[operand]
+        return results
+
+    def _add(self, value: Any, origin: frozenset[int]) -> None:
+        self._found[value] = self._found.get(value, frozenset()) | origin
