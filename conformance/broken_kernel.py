@@ -34,6 +34,7 @@ FLAWS = (
     "rung_splits",
     "chunk_splits",
     "shard_splits",
+    "empty_split_nan",
     "nondeterministic",
 )
 """Names of the flaws, which are mutants of `conformance.mutants`."""
@@ -166,5 +167,8 @@ def _merge(parts: Any, sinks: Any, live: Any, flaw: str | None, shape: tuple[int
         means = [jnp.where(u, p[2] / jnp.where(u, p[1][..., None], 1.0), 0.0) for u, p in zip(used, parts)]
         out = sum(means) / jnp.maximum(sum(u.astype(jnp.float32) for u in used), 1.0)
     out = jnp.where(some[..., None], out, jnp.float32(0))
+    if flaw == "empty_split_nan":  # 0 / 0 of a split whose tiles lie past the row, its weight being 0
+        empty = jnp.stack([p[1] == 0 for p in parts]).any(0) & some
+        out = jnp.where(empty[..., None], jnp.float32(np.nan), out)
     lse = jnp.where(some, base + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
     return out.reshape(shape[0], -1, out.shape[-1]), lse.reshape(shape[0], -1)

@@ -15,7 +15,7 @@ import numpy as np
 
 from paged.common import AttentionSpec, PageTable
 
-LEVELS = ("move", "core", "sharded", "serving")
+LEVELS = ("move", "core", "sharded", "serving", "long")
 STATUSES = ("pass", "fail", "error", "not-claimed", "waived")
 
 

@@ -28,9 +28,11 @@ SELECTIONS: Mapping[str, tuple[str, ...]] = {
     "move": ("move",),
     "core": ("move", "core"),
     "sharded": ("move", "core", "sharded"),
-    "all": LEVELS,
+    "serving": ("move", "core", "serving"),
+    "all": ("move", "core", "sharded", "serving"),
+    "long": ("move", "core", "long"),
 }
-"""What `--level` runs: a level contains those before it."""
+"""What `--level` runs: `core` contains `move`, the others contain `core`; `all` is all but the long contexts."""
 
 MAX_PARAM_DEPTH = 4
 MAX_PARAM_ITEMS = 4096

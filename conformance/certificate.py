@@ -18,7 +18,7 @@ from typing import Any
 from conformance import kits
 from conformance.canonical import digest, dumps
 from conformance.case import STATUSES, Case, Result
-from conformance.catalogue import Catalogue
+from conformance.catalogue import SELECTIONS, Catalogue
 from paged.common.errors import InvalidInputError
 
 SCHEMA = 1
@@ -38,7 +38,7 @@ VERDICTS = {"conformant": 0, "failed": 1, "error": 2, "not certifiable": 3}
 """Verdict -> exit status of `paged certify`."""
 
 SECTIONS = ("suite", "backend", "claims", "environment", "cases", "kit", "waivers")
-TIERS = {"lowering": (0,), "move": (1,), "core": (1, 2, 3, 4), "sharded": (1, 2, 3, 4), "all": (1, 2, 3, 4)}
+TIERS = {"lowering": (0,)} | {level: (1,) if level == "move" else (1, 2, 3, 4) for level in SELECTIONS}
 """Tiers of which at least one case must pass before a level certifies anything. `lowering` has no cases but a kit's."""
 
 

@@ -79,9 +79,11 @@ def _cause(
     """The most telling explanation of wrong elements of live tokens."""
     spelled = _spelled(problem, expected, output, wrong)
     said = f"{spelled.text} " if spelled is not None else ""
-    broken = explain(problem, output, wrong, lse)
+    broken = explain(problem, output, wrong, lse, expected.explain.get("recalled", ()))
     if broken is not None:
         return Finding(broken.clause, said + broken.text, broken.hint)
+    if (shared := _shared(problem, wrong)) is not None:
+        return dataclasses.replace(shared, text=said + shared.text)
     nan = is_nan(output, problem.dtype)
     if nan.any():
         if lse is not None and np.all(np.isposinf(lse[nan.any(-1)])):
@@ -97,6 +99,19 @@ def _cause(
     if spelled is not None and not (spelled.clause == "pages.3" and lse is not None and not wrong_lse.any()):
         return spelled
     return Finding("attend.1", said.strip(), None)
+
+
+def _shared(problem: AttendProblem, wrong: np.ndarray) -> Finding | None:
+    """Wrong just where rows list a page that another row lists too, other rows being there and right."""
+    table = problem.table
+    live = [r for r in range(table.num_rows) if table.query_lens[r] and table.kv_lens[r]]
+    listed = [set(table.pages_of(r).tolist()) for r in range(table.num_rows)]
+    sharing = {r for r in live if any(listed[r] & listed[s] for s in range(table.num_rows) if s != r)}
+    rows = set((np.searchsorted(table.query_offsets, np.flatnonzero(wrong.any((1, 2))), side="right") - 1).tolist())
+    if not sharing or not rows <= sharing or not set(live) - sharing:
+        return None
+    text = f"Wrong are only rows {', '.join(map(str, sorted(rows)))}, which list pages that other rows list too."
+    return Finding("steps.2", text, "shared-pages")
 
 
 def _factor(problem: AttendProblem, output: np.ndarray, wrong: np.ndarray) -> Finding | None:
@@ -181,6 +196,8 @@ def _spelled(problem: AttendProblem, expected: AttendExpected, output: np.ndarra
     try:
         if family == "address":
             return _address(problem, expected.explain, output, wrong)
+        if family == "trace":
+            return _trace(problem, expected.explain, output, wrong)
         if family == "census":
             return _census(problem, expected.explain, output, wrong)
         if family == "ladder":
@@ -211,6 +228,36 @@ def _address(problem: AttendProblem, e: Mapping[str, Any], output: np.ndarray, w
         return Finding("attend.6", text, "kv-head")
     if got["page"] != page or got["slot"] != slot:
         return Finding("pages.3", text, "page-order" if got["page"] != page else "slot")
+    return Finding("attend.1", text, None)
+
+
+def _trace(problem: AttendProblem, e: Mapping[str, Any], output: np.ndarray, wrong: np.ndarray) -> Finding:
+    """As `_address`, where a value spells whose token it is and not where it lies."""
+    table = problem.table
+    token, head = np.argwhere(wrong.any(-1))[0].tolist()
+    row = int(np.searchsorted(table.query_offsets, token, side="right") - 1)
+    j, origins = int(e["target"][token, head]), e["origins"]
+    kv_head = head // (problem.query.shape[1] // problem.keys.shape[2])
+    page, slot = int(table.pages_of(row)[j // table.tokens_per_page]), j % table.tokens_per_page
+    wanted = (
+        f"token {j} of request {origins[row][j]}, KV head {kv_head}, layer {problem.layer} (row {row}, page {page}, "
+    )
+    wanted += f"slot {slot})"
+    got = read_back(decode(output[token, head], problem.dtype) / e["value_scale"], e["fields"], e["base"])
+    if got is None:
+        return Finding("pages.3", f"Token {token}, head {head} wanted {wanted} and returned no token.", None)
+    letter = chr(ord("a") + got["request"])
+    text = f"Token {token}, head {head} read token {got['position']} of request {letter}, KV head {got['head']}, layer "
+    text += f"{got['layer']}; wanted {wanted}."
+    if got["layer"] != problem.layer:
+        return Finding("pages.4", text, "layer")
+    if letter not in origins[row]:
+        held = any(letter in names for names in origins)
+        return Finding("attend.12" if held else "steps.1", text, "other-row" if held else "former-owner")
+    if got["head"] != kv_head:
+        return Finding("attend.6", text, "kv-head")
+    if got["position"] != j:
+        return Finding("pages.3", text, "position")
     return Finding("attend.1", text, None)
 
 

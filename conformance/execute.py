@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -144,7 +145,7 @@ def attend(
     """
     arguments = attend_arguments(backend, problem, sharding=sharding, vllm=vllm)
     out, lse, pool = run_attend(*arguments)
-    return collect(backend, problem, out, lse, pool)
+    return collect(backend, problem, out, lse, lambda: fetch(backend, problem, pool))
 
 
 def attend_arguments(
@@ -153,8 +154,9 @@ def attend_arguments(
     *,
     sharding: KvSharding | None = None,
     vllm: VllmMetadata | None = None,
+    pool: KvArrays | None = None,
 ) -> tuple[Any, ...]:
-    """Arguments of `run_attend` for a problem."""
+    """Arguments of `run_attend` for a problem, over its own pool or one that an earlier step returned."""
     if vllm is None:
         metadata, rung = pack_table(problem.table)
     else:
@@ -173,13 +175,20 @@ def attend_arguments(
         key_scale=_scalar(problem.key_scale),
         value_scale=_scalar(problem.value_scale),
     )
-    pool = place(backend, problem, pool_keys, pool_values, sharding)
+    if pool is None:
+        pool = place(backend, problem, pool_keys, pool_values, sharding)
     query = problem.query.view(jnp.dtype(problem.dtype))
     return program, pool, query, new_keys, new_values, metadata, np.int32(problem.layer), extras
 
 
-def collect(backend: AttentionBackend, problem: AttendProblem, out: Any, lse: Any, pool: KvArrays) -> AttendOutput:
-    """Check the form of what a step returned and take its words to the host."""
+def collect(
+    backend: AttentionBackend,
+    problem: AttendProblem,
+    out: Any,
+    lse: Any,
+    words: Callable[[], tuple[np.ndarray, np.ndarray]],
+) -> AttendOutput:
+    """Check the form of what a step returned and take its words to the host, those of the pool by `words`."""
     tokens, heads, _ = problem.query.shape
     expected = (tokens, heads, problem.values.shape[3])
     if out.shape != expected or out.dtype != jnp.dtype(problem.dtype):
@@ -190,7 +199,7 @@ def collect(backend: AttentionBackend, problem: AttendProblem, out: Any, lse: An
             raise OutputShapeError(f"attend returned the LSE {got}, expected float32{(tokens, heads)}.")
     elif lse is not None:
         raise OutputShapeError("attend returned an LSE, but the feature 'lse' is not declared; return None.")
-    keys, values = fetch(backend, problem, pool)
+    keys, values = words()
     return AttendOutput(
         out=to_host("the output", out).view(problem.query.dtype),
         lse=None if lse is None else to_host("the LSE", lse),

@@ -21,7 +21,7 @@ import numpy as np
 from conformance.case import AttendProblem, Case, MoveProblem
 from conformance.judge import expectation
 from conformance.oracle import attend
-from conformance.vectors import Vector, generate
+from conformance.vectors import Trace, Vector, generate
 from paged.common import AttentionSpec, PageTable
 from paged.common.capabilities import NUMERIC_MODELS
 
@@ -33,11 +33,12 @@ SAFE_PAGE_ID = 1 << 15
 EXTRA_NEEDS = frozenset({"lse", "pool_layout", "pool_storage", "poison"})
 """Needs that no parameter shows; they stay as the file has them."""
 PROMISED_RELATIONS = {
-    "rung": "batch_invariant",
-    "batch": "batch_invariant",
-    "chunk": "chunk_invariant",
-    "shard": "shard_invariant",
-    "masked_nan": "masked_nan",
+    "rung": ("batch_invariant",),
+    "batch": ("batch_invariant",),
+    "chunk": ("chunk_invariant",),
+    "shard": ("shard_invariant",),
+    "masked_nan": ("masked_nan",),
+    "schedule": ("batch_invariant", "chunk_invariant"),
 }
 """Relations that bind on generic inputs only where they are promised."""
 
@@ -83,11 +84,17 @@ def frozen_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
 def needs_of(case: Case, vector: Vector) -> list[str]:
     """The demands that the parameters make on a declaration, and the extra ones that the case states."""
     p, problem = case.params, vector.problem
+    if isinstance(problem, Trace):
+        calls = [each for step in problem.steps for each in step.layers]
+        each = (needs_of(case, call) for call in calls)
+        return sorted(set().union(*each))
     kv_dtype = problem.dtype if isinstance(problem, MoveProblem) else problem.kv_dtype
     needs = {f"kv_dtype:{kv_dtype}", f"page:{p['page']}", f"head_dim:{p['head_dim']}"}
     top_page = p.get("layers", 1) * p["num_pages"] - 1
     if top_page >= SAFE_PAGE_ID:
         needs |= {f"max_page_id:{top_page}", f"pool_bytes:{problem.keys.nbytes}"}
+    if p.get("value_head_dim") not in (None, p["head_dim"]):
+        needs |= {"value_head_dim", f"head_dim:{p['value_head_dim']}"}
     if p.get("mesh"):
         needs.add("regime:partition")
     if isinstance(problem, AttendProblem):
@@ -102,9 +109,9 @@ def needs_of(case: Case, vector: Vector) -> list[str]:
             batch_kind(problem.table): True,
         }
         needs |= {name for name, wanted in asked.items() if wanted}
-        promise = PROMISED_RELATIONS.get(str(p.get("relation")))
-        if promise and (vector.predicted is None or promise == "masked_nan"):
-            needs.add(f"promise:{promise}")
+        relation = str(p.get("relation"))
+        if vector.predicted is None or relation == "masked_nan":
+            needs |= {f"promise:{promise}" for promise in PROMISED_RELATIONS.get(relation, ())}
     needs |= {need for need in case.needs if need.partition(":")[0] in EXTRA_NEEDS}
     return sorted(needs)
 
@@ -119,9 +126,22 @@ def batch_kind(table: PageTable) -> str:
 
 def inputs_digest(vector: Vector) -> str:
     """`sha256:…` of every field of the problem but what a movement is expected to give."""
+    if isinstance(vector.problem, Trace):
+        return digest(_trace_parts(vector.problem))
     skipped = ("expected_keys", "expected_values")
     fields = dataclasses.fields(vector.problem)
     return digest(_parts((f.name, getattr(vector.problem, f.name)) for f in fields if f.name not in skipped))
+
+
+def _trace_parts(trace: Trace) -> Iterable[bytes]:
+    """Every step's operations and problems, with the pools that they leave."""
+    yield from _parts([("keys", trace.keys), ("values", trace.values)])
+    for step in trace.steps:
+        yield from _parts([("text", step.text), ("tokens", step.tokens)])
+        for operation in step.operations:
+            yield from _parts((f.name, getattr(operation, f.name)) for f in dataclasses.fields(operation))
+        for call in step.layers:
+            yield from _parts((f.name, getattr(call.problem, f.name)) for f in dataclasses.fields(call.problem))
 
 
 def expected_digest(case: Case, vector: Vector) -> str:
@@ -129,6 +149,9 @@ def expected_digest(case: Case, vector: Vector) -> str:
     problem = vector.problem
     if isinstance(problem, MoveProblem):
         return digest(_parts([("keys", problem.expected_keys), ("values", problem.expected_values)]))
+    if isinstance(problem, Trace):
+        calls = (call for step in problem.steps for call in step.layers)
+        return digest(expected_digest(case, call).encode() for call in calls)
     parts: list[tuple[str, Any]] = [("predicted", vector.predicted)]
     answer = attend(problem)
     for name in FROZEN_MODELS:

@@ -7,14 +7,15 @@ nearly all wrong elements, and explains them far better than the right answer, i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from conformance.case import AttendProblem
 from conformance.formats import decode, format_of, round_to
 from conformance.oracle import SEMANTICS, Rules, _pages, _visible, attend
-from paged.common import AttentionSpec
+from paged.common import AttentionSpec, PageTable
 
 LOG2E = 1.4426950408889634
 
@@ -34,17 +35,32 @@ class Hypothesis:
     same_lse: bool = True
 
 
+_SIBLINGS = {
+    "float8_e4m3fnuz": "float8_e4m3fn",
+    "float8_e4m3fn": "float8_e4m3fnuz",
+    "float8_e5m2fnuz": "float8_e5m2",
+    "float8_e5m2": "float8_e5m2fnuz",
+}
+"""8-bit types whose bytes are easily taken for one another's."""
+
 EXPLAINED = 0.9
 """Share of the wrong elements, and of the right ones beside them, that a hypothesis must reproduce."""
 
 
 def explain(
-    problem: AttendProblem, output: np.ndarray, wrong: np.ndarray, lse: np.ndarray | None = None
+    problem: AttendProblem,
+    output: np.ndarray,
+    wrong: np.ndarray,
+    lse: np.ndarray | None = None,
+    more: Sequence[Hypothesis] = (),
 ) -> Hypothesis | None:
     """The hypothesis that reproduces the wrong elements and leaves the right ones right, or None.
 
+    If none does both, one that reproduces the wrong elements is taken, and the text says where alone it holds.
+
     It must lie twice as close to the output as the right answer does, and agree with the LSE if there is one that is
-    right or not a number: a poisoned value leaves the LSE right, a poisoned key does not.
+    right or not a number: a poisoned value leaves the LSE right, a poisoned key does not. `more` are hypotheses beside
+    the known ones.
     """
     live = problem.table.positions() >= 0
     faulty = wrong.any((1, 2))
@@ -52,8 +68,11 @@ def explain(
     got, bad = decode(output[only], problem.dtype), wrong[only]
     near = max(4 * format_of(problem.dtype).unit_roundoff, 2.0**-14)
     right = attend(problem, only=only)
-    best, least = None, 0.5 * float(np.minimum(_apart(got, right.output[only]), 1.0).mean())
-    for hypothesis in hypotheses(problem):
+    apart = np.minimum(_apart(got, right.output[only]), 1.0)
+    struck = np.asarray(bad.any(-1))
+    best, least = None, 0.5 * float(apart.mean())
+    best_struck, least_struck = None, 0.5 * float(apart[struck].mean())
+    for hypothesis in (*hypotheses(problem), *more):
         with np.errstate(all="ignore"):
             try:
                 answer = attend(hypothesis.problem, hypothesis.rules, only)
@@ -67,7 +86,22 @@ def explain(
         distance = float(np.minimum(off, 1.0).mean())
         if min(shares) > EXPLAINED and distance < least:
             best, least = hypothesis, distance
-    return best
+        distance = float(np.minimum(off[struck], 1.0).mean())
+        if float(same[bad].mean()) > EXPLAINED and distance < least_struck:
+            best_struck, least_struck = hypothesis, distance
+    if best is not None or best_struck is None or struck.all():
+        return best
+    text = f"Where it is wrong, and only there ({_where(struck, only)}): {best_struck.text}"
+    return dataclasses.replace(best_struck, text=text)
+
+
+def _where(struck: np.ndarray, only: list[int]) -> str:
+    """Tokens and heads of which something is wrong, in words."""
+    heads = np.flatnonzero(struck.any(0)).tolist()
+    if len(heads) < struck.shape[1]:
+        return f"heads {', '.join(map(str, heads))}"
+    tokens = [only[i] for i in np.flatnonzero(struck.any(1)).tolist()]
+    return f"tokens {', '.join(map(str, tokens))} of those looked at"
 
 
 def _apart(got: np.ndarray, answer: np.ndarray) -> np.ndarray:
@@ -133,6 +167,10 @@ def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
     yield with_rules("length-minus-one", "pages.3", "The last token of every row was left out.", visible=_shorter)
     if spec.causal:
         yield with_spec("not-causal", "attend.3", "The output is that of no causal mask.", causal=False)
+        ignored = "A chunk of a prompt sees its own tokens only: what was cached before it is ignored."
+        yield with_rules("prefix-ignored", "attend.3", ignored, visible=_own_chunk)
+        whole_pages = functools.partial(_own_pages, page=problem.table.tokens_per_page)
+        yield with_rules("prefix-ignored", "attend.3", ignored, visible=whole_pages)
         yield with_rules("causal-strict", "attend.3", "A token does not see itself.", visible=_strict)
         yield with_rules(
             "no-offset", "attend.3", "The causal mask is top-left aligned: n − q is missing.", visible=_top_left
@@ -142,10 +180,20 @@ def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
     if problem.sinks is not None:
         without = dataclasses.replace(problem, sinks=None)
         yield Hypothesis("no-sinks", "attend.1", "The output is that of no sinks.", without)
-    for field, clause in (("key_scale", "attend.2"), ("value_scale", "attend.1")):
-        if getattr(problem, field) not in (None, 1.0):
-            without = dataclasses.replace(problem, **{field: None})
-            yield Hypothesis(field.replace("_", "-"), clause, f"The {field.replace('_', ' ')} was ignored.", without)
+    for field in ("key_scale", "value_scale"):
+        if (given := getattr(problem, field)) not in (None, 1.0):
+            name = field.replace("_", " ")
+            without, twice = (dataclasses.replace(problem, **{field: x}) for x in (None, given * given))
+            yield Hypothesis(field.replace("_", "-"), "attend.14", f"The {name} was ignored.", without)
+            yield Hypothesis(f"{field.replace('_', '-')}-twice", "attend.14", f"The {name} was applied twice.", twice)
+    if sibling := _SIBLINGS.get(problem.kv_dtype):
+        text = f"The bytes of the pool were read as {sibling}."
+        yield Hypothesis("encoding", "attend.14", text, dataclasses.replace(problem, kv_dtype=sibling))
+    for whole in sorted({d // tile * tile for tile in (16, 32, 64, 128)} - {0, d}):
+        cut = problem.query.copy()
+        cut[..., whole:] = 0
+        text = f"q·k runs over the first {whole} of {d} elements of a head."
+        yield Hypothesis("head-dim-cut", "attend.2", text, dataclasses.replace(problem, query=cut))
     modulo = "Query head h reads KV head h mod KV heads instead of h // group."
     yield with_rules("gqa-modulo", "attend.6", modulo, key_head=_modulo, value_head=_modulo)
     yield with_rules("value-head-0", "attend.6", "Values come from KV head 0.", value_head=lambda h, heads, kv: 0)
@@ -156,7 +204,15 @@ def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
     yield with_rules(
         "page-order", "pages.3", "Pages were read in the order of their ids, not of the list.", pages=_sorted
     )
+    if (shifted := _without_idle_rows(problem)) is not None:
+        counted = "Rows are counted without those that have no new token, so later rows use another's pages."
+        yield Hypothesis("row-shift", "attend.12", counted, shifted)
     yield with_rules("row-0-table", "attend.12", "Row 0's pages were used for every row.", pages=_row_0)
+    ids = problem.table.page_ids[: problem.table.page_offsets[-1]]
+    if len(np.unique(ids)) < len(ids):
+        for first, what in ((True, "first"), (False, "last")):
+            text = f"A page that several rows list is read by the {what} of them only."
+            yield with_rules("shared-pages", "steps.2", text, pages=functools.partial(_unshared, first=first))
     for bits in (7, 8, 15, 16):
         if problem.keys.shape[0] > 1 << bits:
             text = f"Page ids were cut to {bits} bits."
@@ -168,6 +224,18 @@ def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
 def _strict(position: int, query_len: int, kv_len: int, *, causal: bool, window: int | None) -> tuple[int, int]:
     first, _ = _visible(position, query_len, kv_len, causal=causal, window=window)
     return (first, position) if position else (0, 1)
+
+
+def _own_chunk(position: int, query_len: int, kv_len: int, *, causal: bool, window: int | None) -> tuple[int, int]:
+    first, end = _visible(position, query_len, kv_len, causal=causal, window=window)
+    return (max(first, kv_len - query_len) if query_len > 1 else first), end
+
+
+def _own_pages(
+    position: int, query_len: int, kv_len: int, *, causal: bool, window: int | None, page: int
+) -> tuple[int, int]:
+    first, end = _visible(position, query_len, kv_len, causal=causal, window=window)
+    return (max(first, (kv_len - query_len) // page * page) if query_len > 1 else first), end
 
 
 def _top_left(position: int, query_len: int, kv_len: int, *, causal: bool, window: int | None) -> tuple[int, int]:
@@ -187,10 +255,37 @@ def _sorted(problem: AttendProblem, row: int) -> np.ndarray:
     return np.sort(_pages(problem, row))
 
 
+def _without_idle_rows(problem: AttendProblem) -> AttendProblem | None:
+    """The k-th row that has tokens with the length and pages of row k; None if no row is without tokens."""
+    table = problem.table
+    used = np.flatnonzero(table.query_lens > 0)
+    if np.array_equal(used, np.arange(len(used))):
+        return None
+    source = np.arange(table.num_rows)
+    source[used] = np.arange(len(used))
+    pages = [table.pages_of(r) for r in source.tolist()]
+    fields = {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+    fields |= {
+        "page_offsets": np.concatenate([[0], np.cumsum([len(p) for p in pages])]),
+        "page_ids": np.concatenate(pages),
+        "kv_lens": table.kv_lens[source],
+    }
+    return dataclasses.replace(problem, table=PageTable.trusted(**fields))
+
+
 def _row_0(problem: AttendProblem, row: int) -> np.ndarray:
     need = len(problem.table.pages_of(row))
     pages = _pages(problem, 0)
     return np.resize(pages, need) if len(pages) else pages
+
+
+def _unshared(problem: AttendProblem, row: int, *, first: bool) -> np.ndarray:
+    """The row's pages, the sentinel in place of those that an earlier row lists too, or else a later one."""
+    table = problem.table
+    others = range(row) if first else range(row + 1, table.num_rows)
+    taken = np.concatenate([np.zeros(0, np.int32), *(table.pages_of(r) for r in others)])
+    pages = table.pages_of(row)
+    return problem.layer * table.num_pages + np.where(np.isin(pages, taken), 0, pages).astype(np.int64)
 
 
 def _cut(bits: int) -> Callable[[AttendProblem, int], np.ndarray]:

@@ -37,7 +37,7 @@ def expectation(vector: Vector, model: NumericModel, answer: Answer | None = Non
 def predicts(vector: Vector, model: NumericModel) -> bool:
     """Whether the bits that the family predicts bind a backend of that numeric model.
 
-    - address: always, since the only weight is 1; but a soft cap leaks, which float32 shows.
+    - address, trace: always, since the only weight is 1; but a soft cap leaks, which float32 shows.
     - census: 16-bit outputs of kernels with float32 partial results and unnormalised weights.
     - ladder: 16-bit outputs, float32 partial results, tanh exact enough; normalised weights need row sums 2^m.
     - The exact model is held to the oracle instead, which decides the same bits.
@@ -46,7 +46,7 @@ def predicts(vector: Vector, model: NumericModel) -> bool:
     p = vector.problem
     if vector.predicted is None or model.exact:
         return False
-    if vector.family == "address":
+    if vector.family in ("address", "trace"):
         return p.dtype != "float32" or p.spec.soft_cap is None
     if p.dtype == "float32" or model.partials == "output":
         return False

@@ -164,6 +164,7 @@ def _logits(
     error = (len(query) + 4) * UNIT * absolute * 1.001
     if soft_cap is None:
         return scaled, error, scaled, absolute
+    soft_cap = float(np.float32(soft_cap))
     capped = soft_cap * np.tanh(scaled / soft_cap)
     return capped, error + (FUNCTION_ERROR + 4 * UNIT) * np.abs(scaled), scaled, absolute
 

@@ -27,7 +27,9 @@ def pytest_addoption(parser: Any) -> None:
         group.addoption("--backend", "--paged-backend", **backend)
     except ValueError:
         group.addoption("--paged-backend", **backend)
-    group.addoption("--conformance-level", default="all", metavar="LEVEL", help="move, core, sharded or all")
+    group.addoption(
+        "--conformance-level", default="all", metavar="LEVEL", help="move, core, sharded, serving, all or long"
+    )
     group.addoption("--conformance-quick", action="store_true", help="a stratified tenth; certifies nothing")
     group.addoption(
         "--conformance-only", default=None, metavar="GLOB", help="cases whose id matches; certifies nothing"

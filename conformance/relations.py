@@ -322,6 +322,11 @@ def _spoil(problem: AttendProblem, words: Sequence[np.ndarray]) -> Call:
     return _same(dataclasses.replace(problem, **filled))
 
 
+def unpoisoned(problem: AttendProblem) -> AttendProblem:
+    """The problem with zeros in every slot that must not be read."""
+    return _spoil(problem, [np.zeros_like(x) for x in (problem.keys, problem.values)]).problem
+
+
 def random_words(draw: Stream, shape: Sequence[int], dtype: str) -> np.ndarray:
     """Any bits at all; signalling NaNs are made quiet, which a typed pool may do by itself."""
     found = format_of(dtype)

@@ -15,10 +15,11 @@ from conformance.canonical import digest
 from conformance.case import AttendExpected, AttendProblem, Case, MoveProblem, Result
 from conformance.environment import all_devices, current_device
 from conformance.execute import ReplicaError
+from conformance.formats import is_nan
 from conformance.judge import expectation, judge_attend, judge_move
 from conformance.needs import unmet
 from conformance.relations import PADDING, Call, Mesh
-from conformance.vectors import Vector, generate
+from conformance.vectors import Trace, Vector, generate
 from paged.backends.protocol import AttentionBackend
 from paged.backends.sharding import KvSharding
 from paged.common import Capabilities
@@ -69,14 +70,32 @@ class Session:
                 raise InvalidInputError(f"params.check must be one of {', '.join(sorted(CHECKS))}.")
             return CHECKS[params["check"]](self, case)
         vector = self.vector(case)
+        if isinstance(vector.problem, Trace):
+            from conformance import serving
+
+            return serving.run(self, case, vector)
         if params.get("relation") is not None:
             return self._relation(case, vector)
-        sharding = mesh_sharding(parse_mesh(params))
+        mesh = parse_mesh(params)
+        result = self._call_and_judge(case, vector, mesh_sharding(mesh))
+        if mesh is not None and result.status == "fail":
+            return self._blame_mesh(case, vector, mesh, result)
+        return result
+
+    def _call_and_judge(self, case: Case, vector: Vector, sharding: KvSharding | None) -> Result:
         if isinstance(vector.problem, MoveProblem):
             keys, values = execute.move(self.backend, vector.problem, sharding=sharding)
             return judge_move(vector.problem, keys, values, storage=self._storage, id=case.id)
+        assert isinstance(vector.problem, AttendProblem)
         output = execute.attend(self.backend, vector.problem, sharding=sharding)
         return self._judge(case, vector, output)
+
+    def _blame_mesh(self, case: Case, vector: Vector, mesh: Mesh, result: Result) -> Result:
+        """The failure as one of sharding if the same call is right on one device."""
+        if self._call_and_judge(case, vector, None).status != "pass":
+            return result
+        text = f"right on one device and wrong over {mesh}: {result.diagnosis}"
+        return dataclasses.replace(result, clause="sharded.1", diagnosis=text)
 
     @property
     def _storage(self) -> str:
@@ -91,7 +110,21 @@ class Session:
         problem = vector.problem
         assert isinstance(problem, AttendProblem)
         result = judge_attend(problem, expected, output.out, output.lse, id=case.id)
+        if result.details.get("hint") == "poison":
+            return self._blame_poison(problem, result)
         return result if result.status != "pass" else self._pool_after(case, problem, output) or result
+
+    def _blame_poison(self, problem: AttendProblem, result: Result) -> Result:
+        """A NaN that is there without poison too was not read from anywhere: the arithmetic made it."""
+        clean = execute.attend(self.backend, relations.unpoisoned(problem))
+        nan = is_nan(clean.out, problem.dtype)
+        if not nan.any():
+            return result
+        text = (
+            f"{result.diagnosis} But {int(nan.sum())} elements are NaN with zeros in all those places too: it comes of "
+            "the arithmetic, such as 0 / 0 where a part of the row is empty, or ∞ − ∞."
+        )
+        return dataclasses.replace(result, clause="attend.1", diagnosis=text)
 
     def _pool_after(self, case: Case, problem: AttendProblem, output: execute.AttendOutput) -> Result | None:
         """A failure if the step's append left another pool than the problem's, else None."""

@@ -176,6 +176,9 @@ def refusals(session: Session, case: Case) -> Result:
             ask(feature, specs=[spec])
             table, rung = _plan_inputs(problem)
             asked.append((feature, lambda b, s=spec, t=table, r=rung: plan_step(b, t, r, s)))
+        elif feature == "value_head_dim":
+            if others := sorted(declared.head_dims - {layout.head_dim}):
+                ask(feature, dataclasses.replace(layout, value_head_dim=others[0]))
         elif feature in ("sinks", "kv_scales", "lse"):
             more: dict[str, Any] = {feature: True}
             asked.append((feature, lambda b, m=more: check_step(b, layout, [problem.spec], **step, **m)))

@@ -13,7 +13,9 @@ from conformance.vectors.generic import generic, steep
 from conformance.vectors.movers import append_slots, append_step, copy_pages, scrub
 from conformance.vectors.pools import owned_slots as owned_slots
 from conformance.vectors.pools import poison_words as poison_words
+from conformance.vectors.trace import trace
 from conformance.vectors.vector import Facts as Facts
+from conformance.vectors.vector import Trace as Trace
 from conformance.vectors.vector import Vector as Vector
 from paged.common.errors import InvalidInputError
 
@@ -30,6 +32,7 @@ GENERATORS: dict[str, Generator] = {
     "dyadic": dyadic,
     "generic": generic,
     "steep": steep,
+    "trace": trace,
 }
 """Everything a case may name; a case cannot bring code (requirement X5)."""
 

@@ -15,7 +15,16 @@ import numpy as np
 from conformance.formats import encode, format_of
 from conformance.stream import Stream
 from conformance.vectors.params import ATTEND, validate
-from conformance.vectors.pools import assemble, build_table, live_tokens, slots_of, spec_of, visible_range
+from conformance.vectors.pools import (
+    assemble,
+    build_table,
+    live_tokens,
+    share_tokens,
+    slots_of,
+    spec_of,
+    value_width,
+    visible_range,
+)
 from conformance.vectors.vector import Facts, Vector
 from paged.common.errors import InvalidInputError
 
@@ -51,11 +60,13 @@ def address(case_id: str, params: Mapping[str, Any], poison: str) -> Vector:
         page, slot = slots_of(table, row)
         place = {"page": page, "slot": slot, "row": np.full(n, row), "layer": np.full(n, p["layer"])}
         values[row] = np.stack(
-            [spell({**place, "head": np.full(n, head)}, fields, base, d) for head in range(kv_heads)], axis=1
+            [spell({**place, "head": np.full(n, head)}, fields, base, value_width(p)) for head in range(kv_heads)],
+            axis=1,
         )
+    share_tokens(p, keys, values)
 
     draws = Stream(case_id, "targets").words((table.num_tokens, heads))
-    query, answer = np.zeros((table.num_tokens, heads, d)), np.zeros((table.num_tokens, heads, d))
+    query, answer = (np.zeros((table.num_tokens, heads, width)) for width in (d, value_width(p)))
     target = np.full((table.num_tokens, heads), -1)
     spec = spec_of(p)
     for row, token, position in live_tokens(table):
@@ -96,13 +107,13 @@ def digit_fields(p: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
         "row": len(p["kv_lens"]),
         "layer": p["layers"],
     }
-    fields, room = [], p["head_dim"]
+    fields, room = [], value_width(p)
     for name, limit in limits.items():
         digits = 1
         while base**digits < limit:
             digits += 1
         if digits > room:
-            raise InvalidInputError(f"params.head_dim = {p['head_dim']} has no room to spell {name} below {limit}.")
+            raise InvalidInputError(f"the values' head dim {value_width(p)} has no room to spell {name} below {limit}.")
         fields.append((name, digits))
         room -= digits
     return tuple(fields)

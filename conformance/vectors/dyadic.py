@@ -14,7 +14,7 @@ import numpy as np
 
 from conformance.formats import encode, round_to
 from conformance.stream import Stream
-from conformance.vectors.params import ATTEND, Param, integer, one_of, validate
+from conformance.vectors.params import ATTEND, Param, integer, one_of, refuse, validate
 from conformance.vectors.pools import assemble, build_table, live_tokens
 from conformance.vectors.vector import Facts, Vector
 from paged.common.errors import InvalidInputError
@@ -53,6 +53,7 @@ def ladder(case_id: str, params: Mapping[str, Any], poison: str) -> Vector:
     every three tokens one sits on rung 0 and two on rung 1. Decode rows only, whole numbers of such sets of pairs.
     """
     p = validate(params, ATTEND)
+    refuse(p, "a ladder", "share", "value_head_dim")
     rungs = np.array([0, 1, 1] if p["soft_cap"] is not None else [0, 1, 1, FAR])
     if p["window"] is not None or p["sinks"] is not None:
         raise InvalidInputError("params.window and params.sinks must be absent from a ladder.")
@@ -105,6 +106,7 @@ def dyadic(case_id: str, params: Mapping[str, Any], poison: str) -> Vector:
     `values`: `one_sign` 64..127 with one sign per head dim, so that nothing cancels; `integers` −64..64; `normal`.
     """
     p = validate(params, DYADIC_SCHEMA)
+    refuse(p, "a dyadic vector", "share", "value_head_dim")
     table = build_table(p, Stream(case_id, "pages"))
     pieces = rung_pieces(p)
     d, kv_heads = p["head_dim"], p["kv_heads"]

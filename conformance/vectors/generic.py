@@ -9,8 +9,8 @@ import numpy as np
 
 from conformance.formats import format_of, round_to
 from conformance.stream import Stream
-from conformance.vectors.params import ATTEND, Param, boolean, number, validate
-from conformance.vectors.pools import assemble, build_table
+from conformance.vectors.params import ATTEND, Param, boolean, number, refuse, validate
+from conformance.vectors.pools import assemble, build_table, share_tokens, value_width
 from conformance.vectors.vector import Facts, Vector
 
 GENERIC_SCHEMA = {
@@ -34,8 +34,9 @@ def generic(case_id: str, params: Mapping[str, Any], poison: str) -> Vector:
     for row, n in enumerate(p["kv_lens"]):
         draw = Stream(case_id, f"row {row}")
         keys[row] = draw.normal((n, *shape)) / (p["key_scale"] or 1.0)
-        drawn = p["value_mean"] + p["value_std"] * draw.normal((n, *shape))
+        drawn = p["value_mean"] + p["value_std"] * draw.normal((n, p["kv_heads"], value_width(p)))
         values[row] = drawn / (p["value_scale"] or 1.0)
+    share_tokens(p, keys, values)
     limit = format_of(kv_dtype).max_value
     keys, values = ({r: np.clip(x, -limit, limit) for r, x in rows.items()} for rows in (keys, values))
     query = p["temperature"] * Stream(case_id, "query").normal((table.num_tokens, p["q_heads"], p["head_dim"]))
@@ -50,6 +51,7 @@ def steep(case_id: str, params: Mapping[str, Any], poison: str) -> Vector:
     rounded to 16 bits too. In float16 the others' weights must stay normal numbers: a drop of at most 9.
     """
     p = validate(params, STEEP_SCHEMA)
+    refuse(p, "a steep vector", "share", "value_head_dim")
     table = build_table(p, Stream(case_id, "pages"))
     d, kv_heads, dtype = p["head_dim"], p["kv_heads"], p["dtype"]
     scale = float(np.float32(p["scale"])) * (p["key_scale"] or 1.0)

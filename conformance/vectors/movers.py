@@ -15,7 +15,7 @@ from conformance.case import MoveProblem
 from conformance.formats import format_of, quiet
 from conformance.stream import Stream
 from conformance.vectors.params import MOVE, ROWS, Param, integer, one_of, validate
-from conformance.vectors.pools import build_table
+from conformance.vectors.pools import build_table, value_width
 from conformance.vectors.vector import Vector
 from paged.common.errors import InvalidInputError
 
@@ -74,12 +74,12 @@ def append_step(case_id: str, params: Mapping[str, Any], poison: str) -> Vector:
 
 
 def _append(case_id: str, p: Mapping[str, Any], slots: np.ndarray, table: Any) -> Vector:
-    shape = (len(slots), p["kv_heads"], p["head_dim"])
     pools, new = _pools(case_id, p), {}
     after = {name: pool.copy() for name, pool in pools.items()}
     live = slots >= 0
     row = p["layer"] * p["num_pages"] + slots[live] // p["page"]
     for name in pools:
+        shape = (len(slots), *pools[name].shape[2:])
         new[name] = fill_words(Stream(case_id, f"new {name}"), shape, p["dtype"], p["fill"])
         after[name][row, slots[live] % p["page"]] = new[name][live]
     return _move(
@@ -134,9 +134,11 @@ def _pick(case_id: str, p: Mapping[str, Any], kinds: int) -> list[np.ndarray]:
 
 
 def _pools(case_id: str, p: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    shape = p["layers"] * p["num_pages"], p["page"], p["kv_heads"], p["head_dim"]
+    shape = p["layers"] * p["num_pages"], p["page"], p["kv_heads"]
+    widths = {"keys": p["head_dim"], "values": value_width(p)}
     return {
-        name: fill_words(Stream(case_id, f"pool {name}"), shape, p["dtype"], p["fill"]) for name in ("keys", "values")
+        name: fill_words(Stream(case_id, f"pool {name}"), (*shape, width), p["dtype"], p["fill"])
+        for name, width in widths.items()
     }
 
 

@@ -97,6 +97,17 @@ def mapping(fields: Mapping[str, Check]) -> Check:
     return check
 
 
+def triples(name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
+    """A list of at most 64 [row, row, count]."""
+    if not isinstance(value, (list, tuple)) or len(value) > 64:
+        raise InvalidInputError(f"params.{name} must be a list of at most 64 triples, got {value!r:.80}.")
+    each = integers(0, 4096, most=3)
+    out = tuple(each(f"{name}[{i}]", entry) for i, entry in enumerate(value))
+    if any(len(entry) != 3 for entry in out):
+        raise InvalidInputError(f"params.{name} must hold [row, of, pages], got {value!r:.80}.")
+    return out  # type: ignore[return-value]
+
+
 def _anything(name: str, value: Any) -> Any:
     return value
 
@@ -109,6 +120,7 @@ _GEOMETRY = {
     "num_pages": Param(integer(2, 1 << 18)),
     "kv_heads": Param(integer(1, 64)),
     "head_dim": Param(integer(1, 512)),
+    "value_head_dim": Param(optional(integer(1, 512)), None),
     "layers": Param(integer(1, 64), 1),
     "layer": Param(integer(0, 63), 0),
 }
@@ -120,6 +132,7 @@ ROWS: Mapping[str, Param] = {
     "kv_lens": Param(integers(0, 1 << 16, most=256)),
     "rung": Param(optional(_RUNG), None),
     "page_order": Param(one_of("shuffled", "descending", "high", "strided"), "shuffled"),
+    "share": Param(optional(triples), None),
 }
 """Rows of a batch, and where their pages are."""
 
@@ -166,16 +179,19 @@ def validate(params: Mapping[str, Any], schema: Mapping[str, Param]) -> dict[str
 def _check_sizes(p: Mapping[str, Any]) -> None:
     if p["layer"] >= p["layers"]:
         raise InvalidInputError(f"params.layer must be below layers = {p['layers']}, got {p['layer']}.")
-    pool = p["layers"] * p["num_pages"] * p["page"] * p["kv_heads"] * p["head_dim"]
+    width = max(p["head_dim"], p["value_head_dim"] or 0)
+    pool = p["layers"] * p["num_pages"] * p["page"] * p["kv_heads"] * width
     _at_most("the pool", pool, MAX_POOL_ELEMENTS)
     if "q_heads" not in p:
         return
     if p["q_heads"] % p["kv_heads"]:
         raise InvalidInputError(f"params.q_heads = {p['q_heads']} is not a multiple of kv_heads = {p['kv_heads']}.")
+    if "query_lens" not in p:
+        return
     if len(p["query_lens"]) != len(p["kv_lens"]):
         raise InvalidInputError(f"params.query_lens has {len(p['query_lens'])} rows, kv_lens {len(p['kv_lens'])}.")
     tokens = max(sum(p["query_lens"]), 0 if p["rung"] is None else p["rung"]["tokens"])
-    _at_most("the query", tokens * p["q_heads"] * p["head_dim"], MAX_QUERY_ELEMENTS)
+    _at_most("the query", tokens * p["q_heads"] * width, MAX_QUERY_ELEMENTS)
     seen = sum(q * n for q, n in zip(p["query_lens"], p["kv_lens"]))
     _at_most("the logits", seen * p["q_heads"], MAX_LOGITS)
 
@@ -183,3 +199,10 @@ def _check_sizes(p: Mapping[str, Any]) -> None:
 def _at_most(what: str, count: int, limit: int) -> None:
     if count > limit:
         raise InvalidInputError(f"params: {what} would have {count} elements, at most {limit}. Use smaller lengths.")
+
+
+def refuse(p: Mapping[str, Any], family: str, *names: str) -> None:
+    """Refuse parameters that a family has no use for."""
+    for name in names:
+        if p[name] is not None:
+            raise InvalidInputError(f"params.{name} must be absent from {family}, got {p[name]!r}.")

@@ -62,12 +62,35 @@ def page_lists(params: Mapping[str, Any], stream: Stream) -> list[list[int]]:
     return [ids[end - count : end].tolist() for end, count in zip(ends, need)]
 
 
+def share_pages(params: Mapping[str, Any], lists: list[list[int]]) -> None:
+    """Let rows begin with pages of other rows, as `share` asks: `[row, of, pages]`, whole pages that neither writes."""
+    rows = len(lists)
+    for row, of, count in params["share"] or ():
+        for r in (row, of):
+            before = params["kv_lens"][r] - params["query_lens"][r] if r < rows else 0
+            if not 0 < count <= before // params["page"] or row == of:
+                raise InvalidInputError(
+                    f"params.share = [{row}, {of}, {count}]: row {r} has {before // params['page']} whole pages before "
+                    "its new tokens; share at most so many, between two rows."
+                )
+        lists[row][:count] = lists[of][:count]
+
+
+def share_tokens(params: Mapping[str, Any], *tokens: Mapping[int, np.ndarray]) -> None:
+    """Give rows that share pages the tokens that lie there."""
+    for row, of, count in params["share"] or ():
+        for each in tokens:
+            each[row][: count * params["page"]] = each[of][: count * params["page"]]
+
+
 def build_table(params: Mapping[str, Any], stream: Stream) -> PageTable:
     """The step's table, padded to the rung if there is one."""
+    lists = page_lists(params, stream)
+    share_pages(params, lists)
     table = build_page_table(
         query_lens=list(params["query_lens"]),
         kv_lens=list(params["kv_lens"]),
-        pages=page_lists(params, stream),
+        pages=lists,
         tokens_per_page=params["page"],
         num_pages=params["num_pages"],
     )
@@ -130,10 +153,10 @@ def assemble(
     number that the dtype cannot hold is an error of the generator and is refused.
     """
     dtype, kv_dtype = params["dtype"], params["kv_dtype"] or params["dtype"]
-    shape = params["layers"] * params["num_pages"], params["page"], params["kv_heads"], params["head_dim"]
+    shape = params["layers"] * params["num_pages"], params["page"], params["kv_heads"]
     pools = []
-    for name, rows in (("keys", keys), ("values", values)):
-        pool = poison_words(Stream(case_id, f"poison {name}"), shape, kv_dtype, poison)
+    for name, rows, width in (("keys", keys, params["head_dim"]), ("values", values, value_width(params))):
+        pool = poison_words(Stream(case_id, f"poison {name}"), (*shape, width), kv_dtype, poison)
         sentinels = pool[SENTINEL_PAGE :: params["num_pages"]]
         sentinels[...] = poison_words(Stream(case_id, f"sentinel {name}"), sentinels.shape, kv_dtype, "finite")
         for row, tokens in rows.items():
@@ -157,6 +180,11 @@ def assemble(
         key_scale=params["key_scale"],
         value_scale=params["value_scale"],
     )
+
+
+def value_width(params: Mapping[str, Any]) -> int:
+    """Elements of a value's head."""
+    return params["value_head_dim"] or params["head_dim"]
 
 
 def sinks_of(case_id: str, params: Mapping[str, Any]) -> np.ndarray | None:

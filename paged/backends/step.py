@@ -115,6 +115,8 @@ def kernel_arguments(
     given = {"sinks": extras.sinks is not None}
     given["kv_scales"] = extras.key_scale is not None or extras.value_scale is not None
     backend.capabilities.require_spec(backend.name, plan.spec, **given)
+    if value.shape[-1] != key.shape[-1]:
+        backend.capabilities.require_features(backend.name, "value_head_dim")
     _check_shapes(backend, plan.rung, pool, query, key, value)
     per_layer = backend.capabilities.pool_layout == "per_layer"
     index = jnp.asarray(0 if per_layer else layer, jnp.int32)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+LEVELS = ("move", "core", "sharded", "serving", "all", "long")
+
 EPILOG = """\
+levels: move (raw bits), core (exact vectors, certified rounding, a backend against itself), sharded (core on meshes),
+serving (core, and an engine's steps over one pool), all (those), long (core, and contexts of 32,768 tokens).
 exit status: 0 conformant, 1 failed, 2 error (no device among them), 3 not certifiable.
 A run that was interrupted is resumed by the same command. Compiled programs are kept in JAX_COMPILATION_CACHE_DIR, by
 default in the user's cache directory.
@@ -18,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("backend", nargs="?", help="name of an entry point in the group paged.backends")
     what = parser.add_argument_group("what to run")
-    what.add_argument("--level", choices=("move", "core", "sharded", "all"), default="all", help="default: all")
+    what.add_argument("--level", choices=LEVELS, default="all", help="default: all")
     what.add_argument("--quick", action="store_true", help="a stratified tenth of the level; certifies nothing")
     what.add_argument("--only", metavar="GLOB", help="cases whose id matches; certifies nothing")
     what.add_argument("--catalogue", metavar="DIR", type=Path, help="other cases than the suite's; certifies nothing")

@@ -24,8 +24,14 @@ from paged.common.errors import InvalidInputError, UnsupportedError
 from paged.common.layout import StorageLayout
 from paged.common.spec import AttentionSpec
 
-FEATURES = frozenset({"window", "soft_cap", "sinks", "lse", "non_causal", "kv_scales", "prefill", "decode", "mixed"})
-"""Options a backend may claim. `prefill`, `decode` and `mixed` are the kinds of batch it takes."""
+FEATURES = frozenset(
+    {
+        *("window", "soft_cap", "sinks", "lse", "non_causal", "kv_scales", "value_head_dim"),
+        *("prefill", "decode", "mixed"),
+    }
+)
+"""Options a backend may claim. `value_head_dim`: values of another head dim than keys; `prefill`, `decode` and `mixed`
+are the kinds of batch it takes."""
 
 PROMISES = frozenset({"deterministic", "batch_invariant", "chunk_invariant", "shard_invariant", "masked_nan"})
 """Bit promises. `deterministic` is mandatory; the others are certified only where they are claimed."""
@@ -189,6 +195,8 @@ class Capabilities:
         _refuse(backend, "page_sizes", layout.tokens_per_page, self.page_sizes)
         _refuse(backend, "head_dims", layout.head_dim, self.head_dims)
         _refuse(backend, "head_dims", layout.value_head_dim, self.head_dims)
+        if layout.value_head_dim != layout.head_dim:
+            self.require_features(backend, "value_head_dim")
         _refuse(backend, "group_sizes", group, self.group_sizes)
         _refuse(backend, "regimes", layout.regime, self.regimes)
         _refuse_above(backend, "max_page_id", layers * layout.num_pages - 1, self.max_page_id)

@@ -138,7 +138,7 @@ def _block(
             s = _times(s, widen(extras.key_scale, "float32"))
         s = _times(s, np.float64(np.float32(spec.scale)))
         if spec.soft_cap is not None:
-            cap = np.float64(spec.soft_cap)  # of any width: the mask below stands between this product and a sum
+            cap = np.float64(np.float32(spec.soft_cap))  # the mask below stands between this product and a sum
             s = cap * jnp.tanh(s / cap)
         return jnp.where(positions(step)[1][:, None, None], s, np.float64(-np.inf))
 

@@ -11,6 +11,7 @@ from paged.backends.protocol import AttentionExtras, KvArrays, Rung, TableArrays
 from paged.backends.xla import attend as kernel
 from paged.backends.xla.plan import PlanArrays, StaticPlan, plan_arrays, static_plan
 from paged.common import AttentionSpec, Capabilities, Range
+from paged.common.capabilities import FEATURES
 from paged.common.dtypes import ELEMENT_BYTES
 
 CAPABILITIES = Capabilities(
@@ -19,7 +20,7 @@ CAPABILITIES = Capabilities(
     page_sizes=Range(1, 256),
     head_dims=frozenset({4, *range(8, 513, 8)}),
     group_sizes=Range(1, 128),
-    features=frozenset({"window", "soft_cap", "sinks", "lse", "non_causal", "kv_scales", "prefill", "decode", "mixed"}),
+    features=FEATURES,
     numerics="N0+xla",
     promises=frozenset({"deterministic", "batch_invariant", "chunk_invariant", "shard_invariant"}),
     # XLA's CPU backend converts a whole bfloat16 or fp8 pool around every scatter and gather, but not one of words.
