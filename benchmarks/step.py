@@ -9,6 +9,7 @@ device and steps are queued, as the engine would with its host work hidden: 12 s
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -52,8 +53,45 @@ def config(num_layers: int = 32, **sizes: Any) -> DecoderConfig:
     return DecoderConfig(**fields, block=block)
 
 
-def measure(model, backend, rows: int, context: int, options: dict) -> dict[str, object]:
-    """Compile one decode step and time it queued."""
+@dataclasses.dataclass
+class Case:
+    """One compiled decode step with what it runs on; every step runs at the same lengths, what changes is tokens."""
+
+    compiled: Any
+    model: Any
+    pool: KvArrays
+    tokens: jax.Array
+    table: Any
+    rows: int
+    context: int
+    compile_s: float
+
+    def step(self) -> jax.Array:
+        """Queue one step; its tokens."""
+        self.pool, self.tokens = self.compiled(self.pool, self.model, self.tokens, self.table)
+        return self.tokens
+
+    def time(self) -> tuple[float, float]:
+        """Seconds of one step, queued `STEPS` at a time: median over passes, and (largest − smallest) / median."""
+        times = []
+        for _ in range(PASSES + 1):
+            jax.block_until_ready(self.step())
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                self.step()
+            jax.block_until_ready(self.tokens)
+            times.append((time.perf_counter() - start) / STEPS)
+        times = sorted(times[1:])
+        middle = statistics.median(times)
+        return middle, (times[-1] - times[0]) / middle
+
+    def addresses(self) -> list[int]:
+        """Of the pool's buffers."""
+        return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(self.pool)]
+
+
+def prepare(model, backend, rows: int, context: int, options: dict) -> Case:
+    """Compile one decode step of `rows` requests of `context` tokens."""
     c, size = model.config, 16
     each = -(-context // size)
     pages = rows * each + 1
@@ -66,7 +104,8 @@ def measure(model, backend, rows: int, context: int, options: dict) -> dict[str,
         dtype="bfloat16",
     )
     structs = pool_structs(layout, backend.capabilities)
-    pool = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), structs))()
+    draw = jax.jit(lambda: jax.tree.map(lambda s: jax.random.normal(jax.random.key(2), s.shape, s.dtype), structs))
+    pool = draw()
     ids = np.random.default_rng(0).permutation(np.arange(1, pages)).reshape(rows, each)
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
@@ -79,44 +118,38 @@ def measure(model, backend, rows: int, context: int, options: dict) -> dict[str,
         logits, pool = model(tokens, table.kv_lens - 1, samples, pool, plans, backend=backend)
         return pool, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    lens = [context] * rows
     table = build_page_table(
         query_lens=[1] * rows,
-        kv_lens=lens,
+        kv_lens=[context] * rows,
         pages=ids.tolist(),
         tokens_per_page=size,
         num_pages=pages,
     ).pad(rows=rows, tokens=rows, listed_pages=rows * each, max_query_len=1, max_kv_len=each * size)
     base, tokens = Rung.of(table), jnp.arange(rows, dtype=jnp.int32)
-    table = table_arrays(table)
+    arrays = table_arrays(table)
     start = time.perf_counter()
-    compiled = step.lower(pool, model, tokens, table).compile()
-    compile_s = time.perf_counter() - start
-    address = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pool)]
-    # Every step runs at the same lengths: what changes from step to step is the tokens.
-    times = []
-    for _ in range(PASSES + 1):
-        pool, tokens = compiled(pool, model, tokens, table)
-        jax.block_until_ready(tokens)
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            pool, tokens = compiled(pool, model, tokens, table)
-        jax.block_until_ready(tokens)
-        times.append((time.perf_counter() - start) / STEPS)
-    times = sorted(times[1:])
+    compiled = step.lower(pool, model, tokens, arrays).compile()
+    took = time.perf_counter() - start
+    return Case(compiled, model, pool, tokens, arrays, rows, context, took)
+
+
+def measure(model, backend, rows: int, context: int, options: dict) -> dict[str, object]:
+    """Compile one decode step and time it queued."""
+    case, c = prepare(model, backend, rows, context, options), model.config
+    address = case.addresses()
+    took, spread = case.time()
     weights = sum(x.nbytes for x in jax.tree.leaves(model)) - model.embedding.nbytes
     kv = 2 * c.num_layers * rows * context * c.num_kv_heads * c.head_dim * 2
-    memory = compiled.memory_analysis()
     return {
         "rows": rows,
         "context": context,
         "layers": c.num_layers,
-        "compile_s": compile_s,
-        "step_ms": statistics.median(times) * 1e3,
-        "spread": (times[-1] - times[0]) / statistics.median(times),
+        "compile_s": case.compile_s,
+        "step_ms": took * 1e3,
+        "spread": spread,
         "floor_bytes": weights + kv,
-        "temp_bytes": memory.temp_size_in_bytes,
-        "in_place": address == [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pool)],
+        "temp_bytes": case.compiled.memory_analysis().temp_size_in_bytes,
+        "in_place": address == case.addresses(),
     }
 
 

@@ -5,6 +5,12 @@ of all layers, `s` token slots per page, `r` rows (requests), `l` listed pages.
 
 A backend is any object with the attributes and methods of `AttentionBackend`; it needs no base class. It must be
 hashable, because it is a static argument of the jitted step: a frozen dataclass is the usual form.
+
+Two methods are optional, and change no meaning, only the number of kernels. `rotate_append(pool, heads, slots, layer,
+num_pages, static, arrays)` takes `PackedHeads`, slots relative to a layer and the layer's index; it turns query and
+key, appends, and returns the query, the pool and plan arrays for `attend` with page base 0, or None where it has no
+kernel for these arrays. `layer_kernels(tokens=…, hidden=…, intermediate=…, heads=…, dtype=…)` returns `LayerKernels`
+or None.
 """
 
 from __future__ import annotations
@@ -105,6 +111,67 @@ class AttentionExtras(eqx.Module):
     sinks: Float[Array, " h"] | None = None
     key_scale: Float[Array, ""] | None = None
     value_scale: Float[Array, ""] | None = None
+
+
+class PackedHeads(eqx.Module):
+    """Query, key and value of a step's tokens as one product of the model leaves them, before rotary positions.
+
+    - `packed` (t, k, g + 2, d): for each KV head the g query heads that read it, its key, its value. Grouped so, one
+      stored weight serves any number of shards: each has its KV heads' rows together.
+    - `cos`, `sin` (t, d / 2) float32: of the angles that turn the pairs (i, i + d / 2) of query and key.
+    """
+
+    packed: Float[Array, "t k g2 d"]
+    cos: Float[Array, "t half"]
+    sin: Float[Array, "t half"]
+
+    def split(self) -> tuple[Float[Array, "t h d"], Float[Array, "t k d"], Float[Array, "t k d"]]:
+        """Query and key turned to their positions, and value."""
+        tokens, _, _, dim = self.packed.shape
+        query = self.packed[:, :, :-2].reshape(tokens, -1, dim)
+        key, value = self.packed[:, :, -2], self.packed[:, :, -1]
+        return turned(query, self.cos, self.sin), turned(key, self.cos, self.sin), value
+
+
+def turned(x: Float[Array, "t h d"], cos: Float[Array, "t half"], sin: Float[Array, "t half"]) -> Float[Array, "t h d"]:
+    """The pairs (i, i + d / 2) of every head turned by their angle; float32 inside, rounded once."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+@runtime_checkable
+class LayerKernels(Protocol):
+    """What a backend may offer around attention for steps of few tokens, where a layer is bound by reading its weights.
+
+    Weights are those of all layers, stacked; `layer` is the index into them, traced. The residual stream travels as
+    `x` (t, m) and `parts` (s, t, m) float32 that are still to be added to it: a product split over its inputs leaves
+    its sums so, and the next norm reads them anyway.
+    """
+
+    def start(self, x: Float[Array, "t m"]) -> Float[Array, "s t m"]:
+        """Parts that add nothing, of the shape that `leave` returns."""
+        ...
+
+    def enter(
+        self, x: Float[Array, "t m"], parts: Float[Array, "s t m"], norm: Array, weight: Array, layer: Array, eps: float
+    ) -> tuple[Float[Array, "t m"], Float[Array, "t n"]]:
+        """x + parts, and the product of its norm with `weight` (l, …, m), whose other axes make n."""
+        ...
+
+    def leave(
+        self,
+        heads: Float[Array, "t n"],
+        x: Float[Array, "t m"],
+        output: Array,
+        norm: Array,
+        gate_up: Array,
+        down: Array,
+        layer: Array,
+        eps: float,
+    ) -> tuple[Float[Array, "t m"], Float[Array, "s t m"]]:
+        """x + heads · outputᵀ, and what down · (silu(gate · y) × (up · y)) of its norm y adds to it."""
+        ...
 
 
 @runtime_checkable

@@ -6,7 +6,8 @@ Sharded and unsharded steps run one function over one argument object (requireme
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import functools
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32, Shaped
 
 from paged.backends.moves import layer_slots
-from paged.backends.protocol import AttentionBackend, AttentionExtras, KvArrays, Rung, TableArrays
+from paged.backends.protocol import AttentionBackend, AttentionExtras, KvArrays, PackedHeads, Rung, TableArrays
 from paged.backends.sharding import KvSharding
 from paged.common import AttentionSpec, StorageLayout
 from paged.common.errors import InvalidInputError, UnsupportedError
@@ -87,17 +88,78 @@ def attention_step(
     not declared and `InvalidInputError` for shapes that do not fit the plan, both while tracing.
     """
     arguments = kernel_arguments(backend, plan, pool, query, key, value, layer=layer, extras=extras)
+    return _on_shards(functools.partial(_append_attend, backend), arguments, sharding)
+
+
+class PackedArguments(eqx.Module):
+    """What a backend's `rotate_append` and then its `attend` get, for one layer."""
+
+    pool: KvArrays
+    heads: PackedHeads
+    slots: Int32[Array, " t"]
+    layer: Int32[Array, ""]
+    arrays: Any
+    static: Hashable = eqx.field(static=True)
+    spec: AttentionSpec = eqx.field(static=True)
+    num_pages: int = eqx.field(static=True)
+
+
+def packed_attention_step(
+    backend: AttentionBackend,
+    plan: StepPlan,
+    pool: KvArrays,
+    heads: PackedHeads,
+    *,
+    layer: Int32[Array, ""] | int,
+    sharding: KvSharding | None = None,
+) -> tuple[Float[Array, "t h d"], Float[Array, "t h"] | None, KvArrays]:
+    """`attention_step` of `heads.split()`, by one kernel for rotary positions and append where the backend has it.
+
+    Query and key may then differ from those of `split` in the last place of their rounding; everything else is that of
+    `attention_step`.
+    """
+    kv_heads, group, dim = heads.packed.shape[1], heads.packed.shape[2] - 2, heads.packed.shape[3]
+    offered = getattr(backend, "rotate_append", None)
+    plain = pool.words_of is None and pool.dtype == heads.packed.dtype
+    if offered is None or not plain or backend.capabilities.pool_layout != "stacked":
+        return attention_step(backend, plan, pool, *heads.split(), layer=layer, sharding=sharding)
+    backend.capabilities.require_spec(backend.name, plan.spec)
+    tokens = heads.packed.shape[0]
+    query = jax.ShapeDtypeStruct((tokens, kv_heads * group, dim), heads.packed.dtype)
+    new = jax.ShapeDtypeStruct((tokens, kv_heads, dim), heads.packed.dtype)
+    _check_shapes(backend, plan.rung, pool, query, new, new)
+    arguments = PackedArguments(
+        pool=pool,
+        heads=heads,
+        slots=plan.write_slots,
+        layer=jnp.asarray(layer, jnp.int32),
+        arrays=plan.arrays,
+        static=plan.static,
+        spec=plan.spec,
+        num_pages=plan.rung.num_pages,
+    )
+    return _on_shards(functools.partial(_rotate_attend, backend), arguments, sharding)
+
+
+def _rotate_attend(
+    backend: Any, a: PackedArguments
+) -> tuple[Float[Array, "t h e"], Float[Array, "t h"] | None, KvArrays]:
+    query, pool, arrays = backend.rotate_append(a.pool, a.heads, a.slots, a.layer, a.num_pages, a.static, a.arrays)
+    out, lse = backend.attend(query, pool, 0, a.static, arrays, a.spec, AttentionExtras())
+    return out, lse, pool
+
+
+def _on_shards(run: Callable[[Any], Any], arguments: Any, sharding: KvSharding | None) -> Any:
     if sharding is None:
-        return _append_attend(backend, arguments)
-    run = jax.shard_map(
-        lambda arguments: _append_attend(backend, arguments),
+        return run(arguments)
+    return jax.shard_map(
+        run,
         mesh=sharding.mesh,
         in_specs=(_specs(arguments, sharding),),
         out_specs=(sharding.heads_spec, sharding.heads_spec, sharding.pool_spec),
         # Custom calls and loop carries made from constants say nothing about how they vary over axes.
         check_vma=False,
-    )
-    return run(arguments)
+    )(arguments)
 
 
 def kernel_arguments(
@@ -143,13 +205,13 @@ def _append_attend(
     return out, lse, pool
 
 
-def _specs(arguments: KernelArguments, sharding: KvSharding) -> KernelArguments:
+def _specs(arguments: Any, sharding: KvSharding) -> Any:
     """Which argument is split over heads; everything else is whole on every device."""
-    heads = dict.fromkeys(("query", "key", "value"), sharding.heads_spec)
+    heads = dict.fromkeys(("query", "key", "value", "packed"), sharding.heads_spec)
     split = {"pool": sharding.pool_spec, "sinks": PartitionSpec(sharding.kv_axes), **heads}
 
     def spec(path: tuple[Any, ...], _: Array) -> PartitionSpec:
-        field = path[1].name if path[0].name == "extras" else path[0].name
+        field = path[1].name if path[0].name in ("extras", "heads") else path[0].name
         return split.get(field, PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(spec, arguments)
@@ -172,9 +234,7 @@ def to_element(x: Float[Array, "*n"], dtype: jnp.dtype, scale: Float[Array, ""] 
     return jnp.clip(scaled, -largest, largest).astype(dtype)
 
 
-def _check_shapes(
-    backend: AttentionBackend, rung: Rung, pool: KvArrays, query: Array, key: Array, value: Array
-) -> None:
+def _check_shapes(backend: AttentionBackend, rung: Rung, pool: KvArrays, query: Any, key: Any, value: Any) -> None:
     rows, size, heads, _ = pool.keys.shape
     if size != rung.tokens_per_page or rows % rung.num_pages:
         raise InvalidInputError(

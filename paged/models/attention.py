@@ -5,37 +5,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from paged.backends.protocol import AttentionBackend, AttentionExtras, KvArrays
+from paged.backends.protocol import AttentionBackend, AttentionExtras, KvArrays, PackedHeads
 from paged.backends.sharding import KvSharding
 from paged.backends.step import StepPlan, attention_step
 from paged.common import AttentionSpec
-from paged.models.config import DecoderConfig
 from paged.models.layers import Rotary, linear
 
 
 class Attention(eqx.Module):
-    """Projections of one layer, or of stacked layers; what happens between them is the caller's."""
+    """Projections of one layer, or of stacked layers; what happens between them is the caller's.
 
-    query: Float[Array, "*l hd m"]
-    key: Float[Array, "*l kd m"]
-    value: Float[Array, "*l kd m"]
+    - `qkv`: for each KV head the rows of its query heads, of its key and of its value, so that they are one product,
+      on one device as on any number of shards.
+    """
+
+    qkv: Float[Array, "*l k g2 d m"]
     output: Float[Array, "*l m hd"]
 
-    def project(
-        self, x: Float[Array, "t m"], rotary: Rotary, config: DecoderConfig
-    ) -> tuple[Float[Array, "t h d"], Float[Array, "t k d"], Float[Array, "t k d"]]:
-        """Query, key and value heads; query and key turned to their positions."""
-        tokens, dim = x.shape[0], config.head_dim
-        query = linear(x, self.query).reshape(tokens, config.num_query_heads, dim)
-        key = linear(x, self.key).reshape(tokens, config.num_kv_heads, dim)
-        value = linear(x, self.value).reshape(tokens, config.num_kv_heads, dim)
-        return rotary(query), rotary(key), value
+    @property
+    def query(self) -> Any:
+        """The query projection as checkpoints store it."""
+        part = self.qkv[..., :-2, :, :]
+        return part.reshape(*part.shape[:-4], -1, part.shape[-1])
+
+    @property
+    def key(self) -> Any:
+        """The key projection as checkpoints store it."""
+        part = self.qkv[..., -2, :, :]
+        return part.reshape(*part.shape[:-3], -1, part.shape[-1])
+
+    @property
+    def value(self) -> Any:
+        """The value projection as checkpoints store it."""
+        part = self.qkv[..., -1, :, :]
+        return part.reshape(*part.shape[:-3], -1, part.shape[-1])
+
+    def project(self, x: Float[Array, "t m"], rotary: Rotary) -> PackedHeads:
+        """Query, key and value heads in one product, not yet turned to their positions."""
+        return rotary.packed(linear(x, self.qkv))
 
     def combine(self, heads: Float[Array, "t h d"]) -> Float[Array, "t m"]:
         """The output projection of attention's heads."""

@@ -6,7 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from paged.backends.sharding import KvSharding
@@ -27,6 +29,14 @@ LAYER_WEIGHTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Weights of one layer and the dimensions of each, (out, in) as checkpoints store them."""
+
+FUSED_WEIGHTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
+)
+"""Weights that `Decoder` stores as one, so that they are one product: name of its field -> their names."""
+
+STORED_LAYER_WEIGHTS = ("attention_norm", "qkv", "output", "mlp_norm", "gate_up", "down")
+"""Weights of one layer as `Decoder` stores them: the names of the fields that hold them."""
 
 MODEL_WEIGHTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"embedding": ("vocab", "hidden"), "norm": ("hidden",), "head": ("vocab", "hidden")}
@@ -132,6 +142,29 @@ class DecoderConfig:
         }
         return tuple(sizes[dim] for dim in _dims(weight))
 
+    def stored_shape(self, weight: str) -> tuple[int, ...]:
+        """Shape of one of `STORED_LAYER_WEIGHTS` or `MODEL_WEIGHTS` in `Decoder`, without the stacked layer axis.
+
+        `qkv` is (KV heads, group + 2, head_dim, hidden): for each KV head the rows of its query heads, its key, its
+        value. `gate_up` is (2, intermediate, hidden).
+        """
+        if weight == "qkv":
+            group = self.num_query_heads // self.num_kv_heads
+            return self.num_kv_heads, group + 2, self.head_dim, self.hidden_size
+        return (2, *self.shape("gate")) if weight == "gate_up" else self.shape(weight)
+
+    def fuse(self, weight: str, parts: Mapping[str, Any], xp: Any = np) -> Any:
+        """The stored weight from checkpoint weights by name; what is stored alone is returned as it is.
+
+        `xp`: numpy or jax.numpy, whichever the parts are of.
+        """
+        if weight == "gate_up":
+            return xp.stack([parts["gate"], parts["up"]])
+        if weight != "qkv":
+            return parts[weight]
+        heads, _, dim, hidden = self.stored_shape("qkv")
+        return xp.concatenate([parts[name].reshape(heads, -1, dim, hidden) for name in FUSED_WEIGHTS["qkv"]], axis=1)
+
     def partition(self, weight: str, sharding: KvSharding) -> PartitionSpec:
         """`PartitionSpec` of one weight as stored: layer weights carry a leading, unsharded layer axis.
 
@@ -139,6 +172,10 @@ class DecoderConfig:
         intermediate size do not divide (requirement S3).
         """
         self._require_shards(sharding.kv_head_shards)
+        if weight == "qkv":
+            return PartitionSpec(None, sharding.kv_axes)
+        if weight == "gate_up":
+            return PartitionSpec(None, None, sharding.kv_axes)
         dims = _dims(weight)
         sharded = SHARDED_DIMS if self.vocab_size % sharding.kv_head_shards == 0 else SHARDED_DIMS - {"vocab"}
         lead = (None,) if weight in LAYER_WEIGHTS else ()

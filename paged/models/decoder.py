@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,20 +13,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from paged.backends.protocol import AttentionBackend, KvArrays
+from paged.backends.protocol import AttentionBackend, KvArrays, LayerKernels, PackedHeads
 from paged.backends.sharding import KvSharding
-from paged.backends.step import StepPlan
+from paged.backends.step import StepPlan, packed_attention_step
 from paged.common import AttentionSpec
 from paged.common.errors import InvalidInputError
-from paged.models.attention import Attention, dense_attention, paged_attention
-from paged.models.config import LAYER_WEIGHTS, MODEL_WEIGHTS, DecoderConfig
+from paged.models.attention import Attention, dense_attention
+from paged.models.config import (
+    FUSED_WEIGHTS,
+    LAYER_WEIGHTS,
+    MODEL_WEIGHTS,
+    STORED_LAYER_WEIGHTS,
+    DecoderConfig,
+)
 from paged.models.layers import Mlp, Rotary, linear, rms_norm
 
 Pool = KvArrays | tuple[KvArrays, ...]
 """One stacked pool for all layers, or one pool for each layer (`per_layer`)."""
-
-Heads = tuple[Array, Array, Array]
-"""Query (t, h, d), key (t, k, d) and value (t, k, d) of one layer."""
 
 Attended = tuple[Array, KvArrays]
 
@@ -47,11 +50,11 @@ class DecoderLayer(eqx.Module):
         x: Float[Array, "t m"],
         rotary: Rotary,
         config: DecoderConfig,
-        attend: Callable[[Heads], tuple[Float[Array, "t h d"], Any]],
+        attend: Callable[[PackedHeads], tuple[Float[Array, "t h d"], Any]],
     ) -> tuple[Float[Array, "t m"], Any]:
         """The layer around `attend`, which gets this layer's heads; also returns what else `attend` returned."""
         y = rms_norm(x, self.attention_norm, config.rms_eps)
-        heads, state = attend(self.attention.project(y, rotary, config))
+        heads, state = attend(self.attention.project(y, rotary))
         x = x + self.attention.combine(heads)
         return x + self.mlp(rms_norm(x, self.mlp_norm, config.rms_eps)), state
 
@@ -113,13 +116,55 @@ class Decoder(eqx.Module):
         """The step without its end: of every token what `logits` takes, and the pool. Arguments are those of a call."""
         _check_step(self.config, pool, plans, scan)
 
-        def attend(layer: Int32[Array, ""] | int, position: int, pool: KvArrays, heads: Heads) -> Attended:
-            return paged_attention(*heads, pool, plans[position], backend=backend, layer=layer, sharding=sharding)
+        def attend(layer: Int32[Array, ""] | int, position: int, pool: KvArrays, heads: PackedHeads) -> Attended:
+            plan = plans[position]
+            out, _, pool = packed_attention_step(backend, plan, pool, heads, layer=layer, sharding=sharding)
+            return out, pool
 
         x, rotary = self._embed(tokens), Rotary.at(positions, self.config)
+        kernels = self._kernels(backend, x, sharding)
         if isinstance(pool, KvArrays) and scan:
-            return self._scanned(x, rotary, pool, attend)
+            run = self._scanned if kernels is None else partial(self._scanned_by_kernels, kernels)
+            return run(x, rotary, pool, attend)
         return self._unrolled(x, rotary, pool, attend)
+
+    def _kernels(
+        self, backend: AttentionBackend, x: Float[Array, "t m"], sharding: KvSharding | None
+    ) -> LayerKernels | None:
+        """The backend's kernels around attention, for steps small enough that they pay; on one device."""
+        offered = getattr(backend, "layer_kernels", None)
+        if offered is None or sharding is not None:
+            return None
+        c = self.config
+        return offered(
+            tokens=x.shape[0],
+            hidden=c.hidden_size,
+            intermediate=c.intermediate_size,
+            heads=(c.num_query_heads, c.num_kv_heads, c.head_dim),
+            dtype=x.dtype.name,
+        )
+
+    def _scanned_by_kernels(
+        self, kernels: LayerKernels, x: Float[Array, "t m"], rotary: Rotary, pool: KvArrays, attend: Attend
+    ) -> tuple[Float[Array, "t m"], KvArrays]:
+        size, eps, tokens = len(self.config.block), self.config.rms_eps, x.shape[0]
+
+        # The loop's own counter is what kernels get as the layer: a scan's index array would be sliced by a kernel.
+        def body(block: Int32[Array, ""], carry: tuple[Array, Array, KvArrays]) -> tuple[Array, Array, KvArrays]:
+            x, parts, pool = carry
+            for j, layer in enumerate(self.layers):
+                attention, mlp = layer.attention, layer.mlp
+                x, flat = kernels.enter(x, parts, layer.attention_norm, attention.qkv, block, eps)
+                heads = rotary.packed(flat.reshape(tokens, *attention.qkv.shape[1:-1]))
+                out, pool = attend(block * size + j, j, pool, heads)
+                flat = out.reshape(tokens, -1)
+                x, parts = kernels.leave(
+                    flat, x, attention.output, layer.mlp_norm, mlp.gate_up, mlp.down, block, eps
+                )  # fmt: skip
+            return x, parts, pool
+
+        x, parts, pool = lax.fori_loop(0, self.config.num_blocks, body, (x, kernels.start(x), pool))
+        return (x.astype(jnp.float32) + parts.sum(axis=0)).astype(x.dtype), pool
 
     def _scanned(
         self, x: Float[Array, "t m"], rotary: Rotary, pool: KvArrays, attend: Attend
@@ -155,9 +200,10 @@ class Decoder(eqx.Module):
         *batch, length = tokens.shape
         rotary = Rotary.at(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape).reshape(-1), self.config)
 
-        def attend(spec: AttentionSpec, heads: Heads) -> tuple[Array, None]:
-            query, key, value = (x.reshape(*batch, length, *x.shape[1:]) for x in heads)
-            return dense_attention(query, key, value, spec).reshape(heads[0].shape), None
+        def attend(spec: AttentionSpec, heads: PackedHeads) -> tuple[Array, None]:
+            split = heads.split()
+            query, key, value = (x.reshape(*batch, length, *x.shape[1:]) for x in split)
+            return dense_attention(query, key, value, spec).reshape(split[0].shape), None
 
         def body(x: Array, block: tuple[DecoderLayer, ...]) -> tuple[Array, None]:
             for layer, spec in zip(block, self.config.block):
@@ -202,19 +248,19 @@ def _check_step(config: DecoderConfig, pool: Pool, plans: tuple[StepPlan, ...], 
 
 def stored_shape(config: DecoderConfig, weight: str) -> tuple[int, ...]:
     """Shape of a weight as `Decoder` stores it: layer weights carry the stacked axis in front."""
-    return ((config.num_blocks,) if weight in LAYER_WEIGHTS else ()) + config.shape(weight)
+    return ((config.num_blocks,) if weight in STORED_LAYER_WEIGHTS else ()) + config.stored_shape(weight)
 
 
 def abstract_decoder(config: DecoderConfig, dtype: str = "float32") -> Decoder:
     """The decoder's structure with `jax.ShapeDtypeStruct` leaves; allocates nothing."""
 
-    def weights(names: Mapping[str, tuple[str, ...]]) -> dict[str, Array]:
+    def weights(names: Iterable[str]) -> dict[str, Array]:
         return {name: jnp.zeros(stored_shape(config, name), dtype) for name in names}
 
     def layer() -> DecoderLayer:
-        w = weights(LAYER_WEIGHTS)
-        attention = Attention(w["query"], w["key"], w["value"], w["output"])
-        return DecoderLayer(w["attention_norm"], attention, w["mlp_norm"], Mlp(w["gate"], w["up"], w["down"]))
+        w = weights(STORED_LAYER_WEIGHTS)
+        attention = Attention(w["qkv"], w["output"])
+        return DecoderLayer(w["attention_norm"], attention, w["mlp_norm"], Mlp(w["gate_up"], w["down"]))
 
     def build() -> Decoder:
         outer = weights(MODEL_WEIGHTS)
@@ -227,7 +273,7 @@ def abstract_decoder(config: DecoderConfig, dtype: str = "float32") -> Decoder:
 def map_weights(fill: Callable[[str, int | None, Any], Any], decoder: Decoder) -> Decoder:
     """The decoder with every leaf replaced by `fill(name, position in the block or None, leaf)`.
 
-    Names are those of `LAYER_WEIGHTS` and `MODEL_WEIGHTS`: the fields that hold the leaves.
+    Names are those of `STORED_LAYER_WEIGHTS` and `MODEL_WEIGHTS`: the fields that hold the leaves.
     """
 
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
@@ -263,11 +309,19 @@ def random_decoder(
     abstract = abstract_decoder(config, dtype)
 
     def draw(name: str, position: int | None, struct: jax.ShapeDtypeStruct) -> Array:
+        names = FUSED_WEIGHTS.get(name, (name,))
+        if position is None:
+            return draw_one(name, 0, config.shape(name), struct.dtype)
+        shapes = {part: (config.num_blocks, *config.shape(part)) for part in names}
+        parts = {part: draw_one(part, position, shape, struct.dtype) for part, shape in shapes.items()}
+        return jax.vmap(lambda parts: config.fuse(name, parts, jnp))(parts)
+
+    def draw_one(name: str, position: int, shape: tuple[int, ...], dtype: Any) -> Array:
         index = [*LAYER_WEIGHTS, *MODEL_WEIGHTS].index(name)
-        noise = jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, index), position or 0), struct.shape)
+        noise = jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, index), position), shape)
         matrix = len(config.shape(name)) == 2
-        value = noise * jnp.float32(struct.shape[-1] ** -0.5) if matrix else 1 + jnp.float32(0.1) * noise
-        return value.astype(struct.dtype)
+        value = noise * jnp.float32(shape[-1] ** -0.5) if matrix else 1 + jnp.float32(0.1) * noise
+        return value.astype(dtype)
 
     specs = None if sharding is None else decoder_specs(config, sharding)
     out = None if specs is None or sharding is None else jax.tree.map(sharding.named, specs)

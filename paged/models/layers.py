@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,18 +11,19 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from paged.backends.protocol import PackedHeads, turned
 from paged.models.config import DecoderConfig
 
 
 def linear(
-    x: Float[Array, "t i"], weight: Float[Array, "o i"], out: jnp.dtype | type | None = None
-) -> Float[Array, "t o"]:
-    """x · weightᵀ, in dtype `out`, by default that of `x`.
+    x: Float[Array, "t i"], weight: Float[Array, "*o i"], out: jnp.dtype | type | None = None
+) -> Float[Array, "t *o"]:
+    """x · weightᵀ, in dtype `out`, by default that of `x`; the weight may have several axes of outputs.
 
     float32 is multiplied as float32: some devices would round its factors by default.
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    contract_inputs = (((1,), (1,)), ((), ()))
+    contract_inputs = (((1,), (weight.ndim - 1,)), ((), ()))
     return lax.dot_general(x, weight, contract_inputs, precision=precision, preferred_element_type=out)
 
 
@@ -47,18 +50,29 @@ class Rotary(eqx.Module):
 
     def __call__(self, x: Float[Array, "t h d"]) -> Float[Array, "t h d"]:
         """Turn the pairs (i, i + head_dim / 2) of every head; float32 inside, rounded once."""
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        cos, sin = self.cos[:, None, :], self.sin[:, None, :]
-        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return turned.astype(x.dtype)
+        return turned(x, self.cos, self.sin)
+
+    def packed(self, heads: Float[Array, "t k g2 d"]) -> PackedHeads:
+        """Query, key and value heads with the angles that are still to turn them."""
+        return PackedHeads(heads, self.cos, self.sin)
 
 
 class Mlp(eqx.Module):
-    """SwiGLU: down · (silu(gate · x) × (up · x))."""
+    """SwiGLU: down · (silu(gate · x) × (up · x)), gate and up in one product."""
 
-    gate: Float[Array, "*l f m"]
-    up: Float[Array, "*l f m"]
+    gate_up: Float[Array, "*l 2 f m"]
     down: Float[Array, "*l m f"]
 
+    @property
+    def gate(self) -> Any:
+        """The gate's weight as checkpoints store it."""
+        return self.gate_up[..., 0, :, :]
+
+    @property
+    def up(self) -> Any:
+        """The other factor's weight as checkpoints store it."""
+        return self.gate_up[..., 1, :, :]
+
     def __call__(self, x: Float[Array, "t m"]) -> Float[Array, "t m"]:
-        return linear(jax.nn.silu(linear(x, self.gate)) * linear(x, self.up), self.down)
+        both = linear(x, self.gate_up)
+        return linear(jax.nn.silu(both[:, 0]) * both[:, 1], self.down)

@@ -74,9 +74,16 @@ def test_decode_pieces_are_those_of_the_rows_with_one_token(name, decode):
             graph,
             split,
         ) = info
-        assert (rows, tile, words(arrays.decode_words, at_total, 1)) == (8, 16, [8])
+        assert tile == 16
         assert words(arrays.decode_words, at_tile, blocks) == [0] * blocks
-        assert words(arrays.decode_words, at_merge, 9) == words(arrays.decode_words, at_out, 9)
+        out, total = words(arrays.decode_words, at_out, 9), words(arrays.decode_words, at_total, 1)
+        if static.by_token:  # queries where the tokens are: a token's pieces are those of its row
+            assert (rows, total) == (512, [table.query_offsets[-1]])
+            tokens = [out[row] for row in range(8) for _ in range(table.query_lens[row])]
+            assert words(arrays.decode_words, at_merge, len(tokens) + 1) == [*tokens, out[-1]]
+        else:
+            assert (rows, total) == (8, [8])
+            assert words(arrays.decode_words, at_merge, 9) == out
     assert (blocks, graph, split) == (static.decode_blocks, 1, 1)
     assert words(arrays.decode_words, at_chunk, 1) == [512]
     assert mask_bytes(arrays.decode_words, at_mask, blocks) == [i < len(pieces) for i in range(blocks)]
@@ -85,6 +92,41 @@ def test_decode_pieces_are_those_of_the_rows_with_one_token(name, decode):
     counts = [-(-int(n) // 512) for n in lens]
     assert words(arrays.decode_words, at_out, 9) == [0, *np.cumsum(counts).tolist()]
     assert float_bytes >= 32 * blocks * (128 + 1) * 4
+
+
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("name", BATCHES)
+def test_pieces_of_the_own_kernel_are_those_inside_the_window(name, window):
+    table, rung = step(name)
+    options = {"decode": "paged", "prefill": "fa3", "chunk": 512, "tile": 128, "ctas": 7}
+    static = plan.static_plan(rung, window=window, **options)
+    vector = np.asarray(jax.jit(lambda t: plan.plan_arrays(static, t).decode_words)(table_arrays(table)))
+    single = [r for r in range(8) if table.query_lens[r] == 1 and table.kv_lens[r] > 0]
+    if name == "decode":
+        items = {int(table.query_offsets[r]): (r, int(table.query_offsets[r])) for r in single}
+        count = 512
+    else:
+        items, count = {r: (r, int(table.query_offsets[r])) for r in single}, 8
+    row, token, offsets = vector[:count], vector[count : 2 * count], vector[2 * count : 3 * count + 1]
+    blocks, pieces = vector[3 * count + 1 :].reshape(2, static.decode_blocks)
+    assert [i for i in range(count) if row[i] >= 0] == list(items)
+    assert all((row[i], token[i]) == items[i] for i in items)
+    found = {}
+    for block in range(static.decode_blocks):
+        if blocks[block] >= 0:
+            assert offsets[blocks[block]] <= block < offsets[blocks[block] + 1]
+            found.setdefault(int(blocks[block]), []).append(int(pieces[block]))
+    lens = {i: int(table.kv_lens[r]) for i, (r, _) in items.items()}
+    first = {i: 0 if window is None else max(n - window, 0) // 512 for i, n in lens.items()}
+    assert found == {i: list(range(first[i], -(-n // 512))) for i, n in lens.items()}
+    assert offsets[-1] == sum(len(p) for p in found.values())
+
+
+def test_a_rung_of_rows_within_one_piece_is_not_split():
+    rung = step("decode")[1]
+    made = [plan.static_plan(rung, decode="paged", prefill="fa3", chunk=n, tile=128, ctas=7) for n in (2048, 2047)]
+    assert [static.chunk for static in made] == [None, 2047]
+    assert made[0].decode_blocks == 512
 
 
 @pytest.mark.parametrize("name", ["mixed", "prefill"])

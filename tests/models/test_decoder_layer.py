@@ -30,8 +30,8 @@ def both_paths(backend, dtype):
         x, rotary = model._embed(ids), Rotary.at(positions, config)
         plan = plan_step(backend, unpack_table(vector, static["rung"]), static["rung"], SPEC)
         options = {"backend": backend, "layer": 0, "sharding": None}
-        dense = layer(x, rotary, config, lambda heads: (dense_attention(*heads, SPEC), None))[0]
-        return dense, layer(x, rotary, config, lambda heads: paged_attention(*heads, pool, plan, **options))[0]
+        dense = layer(x, rotary, config, lambda heads: (dense_attention(*heads.split(), SPEC), None))[0]
+        return dense, layer(x, rotary, config, lambda heads: paged_attention(*heads.split(), pool, plan, **options))[0]
 
     return [np.asarray(out)[: len(tokens)] for out in both(layer, rows.pool.take())]
 

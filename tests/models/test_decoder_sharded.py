@@ -56,17 +56,16 @@ def test_each_device_holds_its_share_and_copies_lie_on_the_other_axes(model):
     sharded = shard_decoder(model, sharding)
     layer = sharded.layers[0]
     shapes = {
-        "query": (layer.attention.query, (2, 32, 32)),
-        "key": (layer.attention.key, (2, 16, 32)),
+        "qkv": (layer.attention.qkv, (2, 2, 4, 8, 32)),
         "output": (layer.attention.output, (2, 32, 32)),
-        "gate": (layer.mlp.gate, (2, 16, 32)),
+        "gate and up": (layer.mlp.gate_up, (2, 2, 16, 32)),
         "down": (layer.mlp.down, (2, 32, 16)),
         "norm": (layer.attention_norm, (2, 32)),
         "embedding": (sharded.embedding, (24, 32)),
     }
     for name, (weight, shape) in shapes.items():
         assert {s.data.shape for s in weight.addressable_shards} == {shape}, name
-    first, copy = (layer.attention.key.addressable_shards[i] for i in (0, 4))
+    first, copy = (layer.attention.qkv.addressable_shards[i] for i in (0, 4))
     assert first.index == copy.index
     assert (np.asarray(first.data) == np.asarray(copy.data)).all()
 
@@ -74,7 +73,7 @@ def test_each_device_holds_its_share_and_copies_lie_on_the_other_axes(model):
 def test_random_weights_are_the_same_sharded_or_not(model):
     sharding = sharding_of("tensor=2")
     there = random_decoder(CONFIG, jax.random.key(0), sharding=sharding)
-    assert there.layers[0].attention.key.sharding == sharding.named(PartitionSpec(None, ("tensor",), None))
+    assert there.layers[0].attention.qkv.sharding == sharding.named(PartitionSpec(None, ("tensor",)))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), model, there)))
 
 
@@ -82,7 +81,7 @@ def test_a_vocabulary_that_does_not_divide_is_replicated():
     specs = decoder_specs(tiny_config(vocab_size=97, num_kv_heads=4), sharding_of("tensor=2"))
     assert specs.embedding == PartitionSpec(None, None)
     assert specs.head == PartitionSpec(None, None)
-    assert specs.layers[0].attention.query == PartitionSpec(None, ("tensor",), None)
+    assert specs.layers[0].attention.qkv == PartitionSpec(None, ("tensor",))
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_way_out():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from paged.backends import moves
 from paged.backends.flashinfer import modules, ops
-from paged.backends.flashinfer.module_spec import ModuleSpec
+from paged.backends.flashinfer.module_spec import ModuleSpec, paged_decode
 from paged.backends.flashinfer.plan import (
     PlanArrays,
     StaticPlan,
@@ -24,7 +23,8 @@ from paged.backends.flashinfer.plan import (
     prefill_info,
     static_plan,
 )
-from paged.backends.protocol import AttentionExtras, KvArrays, Rung, TableArrays
+from paged.backends.flashinfer.step_kernels import StepKernels
+from paged.backends.protocol import AttentionExtras, KvArrays, PackedHeads, Rung, TableArrays
 from paged.common import AttentionSpec, Capabilities, Range
 from paged.common.checks import check_choice, check_int
 from paged.common.dtypes import FP8_DTYPES
@@ -60,21 +60,30 @@ class FlashInferBackend:
     - `directory`: of the built modules; None is `modules.default_directory()`.
     - `split_tokens`: a row's length is cut into pieces of this many tokens in decode. It enters the bits, so it is
       pinned here and never follows the batch. None is 512 in the exact tier and 2048 in the fast one, measured best.
+    - `decode`: `"paged"`, this project's kernel (Hopper; 16-bit pools, others take FlashInfer's), or `"flashinfer"`.
     - `prefill`: `"fa3"` (needs modules built for 9.0a; not for fp8 pools, which take fa2) or `"fa2"`.
     - `sm_count`: SMs of the device; None asks it. It does not enter the bits.
+    - `layers`: `"kernels"` runs what lies around attention in steps of few tokens by this project's kernels, which read
+      weights nearer to the memory's bandwidth than cuBLAS does; `"xla"` leaves it to XLA. Attention is the same.
+    - `overlap`: whether those kernels may fetch weights while the kernel before them still runs.
     """
 
     tier: str = "exact"
     directory: pathlib.Path | None = None
     split_tokens: int | None = None
+    decode: str = "paged"
     prefill: str = "fa3"
     prefill_tile: int = 64
     sm_count: int | None = None
+    layers: str = "kernels"
+    overlap: bool = True
     name: str = "flashinfer"
 
     def __post_init__(self) -> None:
         check_choice("FlashInferBackend", "tier", self.tier, TIERS)
         check_choice("FlashInferBackend", "prefill", self.prefill, ("fa2", "fa3"))
+        check_choice("FlashInferBackend", "decode", self.decode, ("paged", "flashinfer"))
+        check_choice("FlashInferBackend", "layers", self.layers, ("kernels", "xla"))
         split = {"exact": 512, "fast": 2048}[self.tier] if self.split_tokens is None else self.split_tokens
         object.__setattr__(self, "split_tokens", check_int("FlashInferBackend", "split_tokens", split, minimum=16))
         if self.prefill_tile not in (16, 64, 128):
@@ -93,17 +102,19 @@ class FlashInferBackend:
                 f"{rung.head_dim} and {rung.kv_dtype}. Give them to Rung.of."
             )
         prefill = "fa2" if rung.kv_dtype in FP8_DTYPES else self.prefill
+        paged = self.decode == "paged" and rung.kv_dtype not in FP8_DTYPES
         # FlashInfer's split counts pieces differently under a window (spec of the kernel: from the window's start), so
         # tensor-core decode is not split there; a window bounds the work anyway.
-        unsplit = self.tier == "fast" and spec.window is not None
+        unsplit = self.tier == "fast" and spec.window is not None and not paged
         tensor_cores = self.tier == "fast" and rung.group_size <= 16
         return static_plan(
             rung,
-            decode="tensor_cores" if tensor_cores else "cuda_cores",
+            decode="paged" if paged else "tensor_cores" if tensor_cores else "cuda_cores",
             prefill=prefill,
             chunk=None if unsplit else self.split_tokens,
             tile=self.prefill_tile if prefill == "fa2" else (192 if rung.head_dim == 64 else 128),
             ctas=self.sm_count or _sm_count() if prefill == "fa3" else 0,
+            window=spec.window if paged else None,
         )
 
     def plan_arrays(self, static: StaticPlan, table: TableArrays) -> PlanArrays:
@@ -146,8 +157,13 @@ class FlashInferBackend:
             )
         lists = (arrays.page_offsets, arrays.page_ids + jnp.asarray(page_base, jnp.int32), arrays.last_page_len)
         scale = jnp.ones((), jnp.float32) if extras.key_scale is None else extras.key_scale
-        call = functools.partial(self._attend, pool=pool, lists=lists, spec=spec, key_scale=scale.reshape(1))
+        call = functools.partial(
+            self._attend, pool=pool, lists=lists, spec=spec, key_scale=scale.reshape(1), sinks=extras.sinks
+        )
         out, lse = self._decode(call, query, static, arrays)
+        if static.decode == "paged" and static.by_token:
+            return out, lse  # the kernel wrote every token, those without attention too
+        out = out.astype(jnp.float32)
         if arrays.prefill_words is not None:
             kind = "prefill" if static.prefill == "fa2" else "prefill_sm90"
             long_out, long_lse = call(
@@ -169,21 +185,91 @@ class FlashInferBackend:
         return out, jnp.where(live, lse, -jnp.inf)
 
     def _decode(
-        self, call: Callable, query: Float[Array, "t h d"], static: StaticPlan, arrays: PlanArrays
+        self, call: functools.partial, query: Float[Array, "t h d"], static: StaticPlan, arrays: PlanArrays
     ) -> tuple[Float[Array, "t h e"], Float[Array, "t h"]]:
         """Every row's first token through the decode kernel; only the results of one-token rows are used."""
+        in_place = static.by_token
+        if static.decode == "paged":
+            out, lse = self._paged_decode(query, static, arrays, **call.keywords)
+            return (out, lse) if in_place else (out[arrays.token_row], lse[arrays.token_row])
         cores = static.decode == "tensor_cores"
-        rows = static.rung.rows
+        offsets = arrays.query_offsets if in_place else jnp.arange(static.rung.rows + 1, dtype=jnp.int32)
         out, lse = call(
             "prefill" if cores else "decode",
-            query[arrays.first_token],
+            query if in_place else query[arrays.first_token],
             words=arrays.decode_words,
-            query_offsets=jnp.arange(rows + 1, dtype=jnp.int32) if cores else None,
+            query_offsets=offsets if cores else None,
             out_dtype="float32",
             plan=decode_info(static, query_heads=query.shape[1], head_dim=query.shape[2]),
             causal=True,
         )
-        return out[arrays.token_row], lse[arrays.token_row]
+        return (out, lse) if in_place else (out[arrays.token_row], lse[arrays.token_row])
+
+    def _paged_decode(
+        self,
+        query: Float[Array, "t h d"],
+        static: StaticPlan,
+        arrays: PlanArrays,
+        *,
+        pool: KvArrays,
+        lists: tuple[Array, Array, Array],
+        spec: AttentionSpec,
+        sinks: Float[Array, " h"] | None,
+        **unused: Any,
+    ) -> tuple[Float[Array, "n h d"], Float[Array, "n h"]]:
+        _, float_bytes = decode_info(static, query_heads=query.shape[1], head_dim=query.shape[2])
+        target = self._target(paged_decode(query.dtype.name, query.shape[2]))
+        attributes: dict[str, Any] = {
+            "chunk": np.int64(static.chunk or 0),
+            "window": np.int64(spec.window or 0),
+            # Terms of 16 bits that a weight is cut into: three hold a float32, one rounds it.
+            "parts": np.int64(3 if self.tier == "exact" else 1),
+            "cap": float(spec.soft_cap or 0.0),
+            "scale": float(spec.scale),
+        }
+        return ops.paged_decode(
+            target,
+            query,
+            pool,
+            (*lists[:2], arrays.kv_lens),
+            arrays.decode_words,
+            sinks,
+            items=static.rung.tokens if static.by_token else static.rung.rows,
+            blocks=static.decode_blocks,
+            float_bytes=float_bytes,
+            attributes=attributes,
+        )
+
+    def rotate_append(
+        self,
+        pool: KvArrays,
+        heads: PackedHeads,
+        slots: Int32[Array, " t"],
+        layer: Int32[Array, ""],
+        num_pages: int,
+        static: StaticPlan,
+        arrays: PlanArrays,
+    ) -> tuple[Float[Array, "t h d"], KvArrays, PlanArrays]:
+        """Rotary positions, append and this layer's page ids in one kernel; `attend` then takes page base 0.
+
+        `slots` are relative to a layer; a negative one is padding, of which nothing is written.
+        """
+        query, pool, pages = ops.rotate_append(
+            self._step_target("rotate_append"), pool, heads, slots, arrays.page_ids, layer, num_pages
+        )
+        return query, pool, dataclasses.replace(arrays, page_ids=pages)
+
+    def layer_kernels(
+        self, *, tokens: int, hidden: int, intermediate: int, heads: tuple[int, int, int], dtype: str
+    ) -> StepKernels | None:
+        """This project's kernels around attention, where they read every weight fast: up to 16 tokens, 16-bit weights
+        and sizes that their tiles divide. None elsewhere, and with `layers="xla"`."""
+        if self.layers == "xla":
+            return None
+        return StepKernels.fitting(self._step_target, tokens, hidden, intermediate, heads, dtype, self.overlap)
+
+    def _step_target(self, name: str) -> str:
+        return modules.ffi_target(ModuleSpec("step"), self.directory or modules.default_directory(), name)
 
     def _attend(
         self,
@@ -199,6 +285,7 @@ class FlashInferBackend:
         out_dtype: str,
         plan: tuple[tuple[int, ...], int],
         causal: bool | None = None,
+        sinks: Float[Array, " h"] | None = None,
     ) -> tuple[Float[Array, "n h e"], Float[Array, "n h"]]:
         module = ModuleSpec(
             kind,

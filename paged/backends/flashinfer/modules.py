@@ -22,6 +22,19 @@ _FUNCTIONS = {
     ),
 }
 _FUNCTIONS["prefill_sm90"] = _FUNCTIONS["prefill"]
+_FUNCTIONS["paged_decode"] = (
+    "paged_decode_run",
+    [
+        *("args", "rets"),
+        *(f"attrs.{a}" for a in ("blocks", "chunk", "window", "has_sinks", "parts", "cap", "scale")),
+    ],
+)
+_STEP_FUNCTIONS = {
+    "rotate_append": ("paged_rotate_append", ["args", "rets", "attrs.num_pages"]),
+    "enter": ("paged_enter", ["args", "rets", "attrs.eps", "attrs.overlap"]),
+    "leave": ("paged_leave", ["args", "rets", "attrs.eps", "attrs.overlap"]),
+}
+"""Functions of the one `step` module."""
 
 
 def default_directory() -> pathlib.Path:
@@ -45,8 +58,8 @@ def manifest(directory: pathlib.Path) -> dict:
 
 
 @functools.cache
-def ffi_target(spec: ModuleSpec, directory: pathlib.Path) -> str:
-    """Name of the XLA FFI target of a module, loaded and registered on first use.
+def ffi_target(spec: ModuleSpec, directory: pathlib.Path, name: str | None = None) -> str:
+    """Name of the XLA FFI target of a module, loaded and registered on first use. `name`: which of `step`'s functions.
 
     The library's bytes must match the manifest's SHA-256, and its key what this release would build (requirement X5):
     adapters and kernels that do not belong together are refused, not called.
@@ -72,8 +85,8 @@ def ffi_target(spec: ModuleSpec, directory: pathlib.Path) -> str:
         raise BackendUnavailableError(
             f"calling FlashInfer needs jax-tvm-ffi ({error}). Run: pip install 'paged[flashinfer]'"
         ) from None
-    function, arguments = _FUNCTIONS[spec.kind]
-    target = f"paged.flashinfer.{spec.name}.{entry['key']}"
+    function, arguments = _FUNCTIONS[spec.kind] if name is None else _STEP_FUNCTIONS[name]
+    target = f"paged.flashinfer.{spec.name}.{name or spec.kind}.{entry['key']}"
     module = tvm_ffi.load_module(str(file))
     jax_tvm_ffi.register_ffi_target(
         target, module.get_function(function), arguments, platform="gpu", allow_cuda_graph=True

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped
 
-from paged.backends.protocol import KvArrays
+from paged.backends.protocol import KvArrays, PackedHeads
 
 _LN2 = math.log(2.0)
 
@@ -35,6 +35,75 @@ def append(
     ones = jnp.ones(tokens, jnp.int32)
     keys, values = call(key, value, each[:-1], offsets, pool.keys, pool.values, rows, each, ones, layout=np.int64(0))
     return KvArrays(keys, values, words_of=pool.words_of)
+
+
+def rotate_append(
+    target: str,
+    pool: KvArrays,
+    heads: PackedHeads,
+    slots: Int32[Array, " t"],
+    page_ids: Int32[Array, " l"],
+    layer: Int32[Array, ""],
+    num_pages: int,
+) -> tuple[Float[Array, "t h d"], KvArrays, Int32[Array, " l"]]:
+    """Turn query and key, write key and value to this layer's slots in place, and offset page ids to the layer."""
+    tokens, kv_heads, more, dim = heads.packed.shape
+    results = (
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (pool.keys, pool.values)),
+        jax.ShapeDtypeStruct((tokens, kv_heads * (more - 2), dim), heads.packed.dtype),
+        jax.ShapeDtypeStruct(page_ids.shape, jnp.int32),
+    )
+    call = jax.ffi.ffi_call(target, results, input_output_aliases={6: 0, 7: 1})
+    keys, values, query, pages = call(
+        heads.packed,
+        heads.cos,
+        heads.sin,
+        slots,
+        page_ids,
+        layer,
+        pool.keys,
+        pool.values,
+        num_pages=np.int64(num_pages),
+    )
+    return query, KvArrays(keys, values, words_of=pool.words_of), pages
+
+
+def paged_decode(
+    target: str,
+    query: Float[Array, "t h d"],
+    pool: KvArrays,
+    lists: tuple[Array, ...],
+    words: Int32[Array, " w"],
+    sinks: Float[Array, " h"] | None,
+    *,
+    items: int,
+    blocks: int,
+    float_bytes: int,
+    attributes: dict[str, Any],
+) -> tuple[Float[Array, "n h d"], Float[Array, "n h"]]:
+    """Output of each item in the query's dtype, and its natural-log LSE; +0 and −∞ for an item without attention.
+
+    `lists`: page offsets, page ids and lengths of the rows.
+    """
+    shape = (items, *query.shape[1:])
+    results = (
+        jax.ShapeDtypeStruct(shape, query.dtype),
+        jax.ShapeDtypeStruct(shape[:2], jnp.float32),
+        jax.ShapeDtypeStruct((max(float_bytes, 16),), jnp.uint8),
+    )
+    given = jnp.zeros(1, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    out, lse, _ = jax.ffi.ffi_call(target, results)(
+        query,
+        pool.keys,
+        pool.values,
+        *lists,
+        words,
+        given,
+        blocks=np.int64(blocks),
+        has_sinks=np.int64(sinks is not None),
+        **attributes,
+    )
+    return out, lse
 
 
 def attend(

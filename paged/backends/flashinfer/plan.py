@@ -32,11 +32,16 @@ _NO_CHUNK = 1 << 30
 class StaticPlan:
     """What is constant per rung; the same for every number of shards.
 
-    - `decode`: `"cuda_cores"` or `"tensor_cores"`; `prefill`: `"fa2"`, `"fa3"`, or None in a rung of single tokens.
+    - `decode`: `"paged"` (this project's kernel), `"cuda_cores"` or `"tensor_cores"` (FlashInfer's).
+    - `prefill`: `"fa2"`, `"fa3"`, or None in a rung of single tokens.
     - `chunk`: tokens of one piece of a row split in decode; None for no split.
     - `decode_blocks`: bound on the pieces of all rows. `prefill_blocks`: bound on the tiles of queries.
     - `tile`: query rows of a prefill tile: tokens for fa3, tokens × group for fa2.
     - `ctas`: thread blocks per head that fa3 is launched with: the number of SMs.
+    - `window`: tokens visible, where decode's pieces outside of it are left out; else None.
+
+    Where no row of the rung is longer than a chunk, nothing is split: one piece has the bits of the whole row, and the
+    kernel that merges pieces is not run.
     """
 
     rung: Rung
@@ -47,6 +52,12 @@ class StaticPlan:
     tile: int
     prefill_blocks: int
     ctas: int
+    window: int | None = None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether decode reads queries and writes outputs where the tokens are, rather than row by row."""
+        return self.decode != "cuda_cores" and self.prefill is None
 
 
 class PlanArrays(eqx.Module):
@@ -67,14 +78,19 @@ class PlanArrays(eqx.Module):
     page_offsets: Int32[Array, " r1"]
     page_ids: Int32[Array, " l"]
     last_page_len: Int32[Array, " r"]
+    kv_lens: Int32[Array, " r"]
 
 
-def static_plan(rung: Rung, *, decode: str, prefill: str, chunk: int | None, tile: int, ctas: int) -> StaticPlan:
+def static_plan(
+    rung: Rung, *, decode: str, prefill: str, chunk: int | None, tile: int, ctas: int, window: int | None = None
+) -> StaticPlan:
     """Bounds for one rung. Blocks past the real number return at once, so the bounds cost little."""
-    blocks = rung.rows
+    items = rung.tokens if decode == "paged" and rung.max_query_len <= 1 else rung.rows
+    blocks = items
+    chunk = None if chunk is not None and rung.max_kv_len <= chunk else chunk
     if chunk is not None:
-        most = rung.rows + rung.listed_pages * rung.tokens_per_page // chunk
-        blocks = min(rung.rows * max(1, pages_for(rung.max_kv_len, chunk)), most)
+        most = items + rung.listed_pages * rung.tokens_per_page // chunk
+        blocks = min(items * max(1, pages_for(rung.max_kv_len, chunk)), most)
     rows_per_token = (rung.group_size or 1) if prefill == "fa2" else 1
     long_rows = min(rung.rows, rung.tokens // 2)
     return StaticPlan(
@@ -86,6 +102,7 @@ def static_plan(rung: Rung, *, decode: str, prefill: str, chunk: int | None, til
         tile=tile,
         prefill_blocks=rung.tokens * rows_per_token // tile + long_rows,
         ctas=ctas,
+        window=window,
     )
 
 
@@ -103,29 +120,51 @@ def plan_arrays(static: StaticPlan, table: TableArrays) -> PlanArrays:
         prefill_words = _fa3_words(static, table, longer)
     elif static.prefill == "fa2":
         prefill_words = _fa2_words(static, longer, kv_lens, offsets)
-    decode_words = _decode_words(static, jnp.where(single_row, kv_lens, 0))
+    first_token = jnp.clip(offsets[:-1], 0, max(rung.tokens - 1, 0))
+    single = single_row[row] & live
+    if static.decode == "paged":
+        decode_words = _paged_words(static, kv_lens, single_row, first_token, row, single)
+    else:
+        decode_words = _decode_words(static, jnp.where(single_row, kv_lens, 0), offsets, row)
     return PlanArrays(
         decode_words=decode_words,
         prefill_words=prefill_words,
-        first_token=jnp.clip(offsets[:-1], 0, max(rung.tokens - 1, 0)),
+        first_token=first_token,
         token_row=row,
-        single=single_row[row] & live,
+        single=single,
         live=live,
         query_offsets=offsets,
         page_offsets=table.page_offsets,
         page_ids=table.page_ids,
         last_page_len=table.last_page_len,
+        kv_lens=kv_lens,
     )
 
 
 def decode_info(static: StaticPlan, *, query_heads: int, head_dim: int) -> tuple[tuple[int, ...], int]:
-    """`plan_info` of the decode kernel and bytes of its float workspace, for the query heads of one shard."""
+    """`plan_info` of the decode kernel and bytes of its float workspace, for the query heads of one shard.
+
+    This project's kernel has no `plan_info`.
+    """
     rows, blocks, split = static.rung.rows, static.decode_blocks, static.chunk is not None
     sums = _align(query_heads * blocks * head_dim * 4) if split else 0
     floats = sums + query_heads * blocks * 4 if split else 16
+    if static.decode == "paged":
+        return (), query_heads * blocks * (head_dim + 2) * 4 if split else 16
     if static.decode == "tensor_cores":
-        at, _ = _fa2_layout(blocks, rows, rows, split)
-        head = (blocks, rows, at["total"], DECODE_TILE, at["row"], at["tile"], at["piece"], at["merge"], at["out"])
+        query_rows = static.rung.tokens if static.by_token else rows
+        at, _ = _fa2_layout(blocks, rows, query_rows, split)
+        head = (
+            blocks,
+            query_rows,
+            at["total"],
+            DECODE_TILE,
+            at["row"],
+            at["tile"],
+            at["piece"],
+            at["merge"],
+            at["out"],
+        )
         return (*head, at["chunk"], 0, sums, at["mask"], 1, int(split)), floats
     at, _ = _decode_layout(blocks, split)
     order = (at["row"], at["piece"], at["out"], at["mask"], at["chunk"])
@@ -208,7 +247,36 @@ def _pieces(static: StaticPlan, lens: Int32[Array, " r"]) -> Int32[Array, " r"]:
     return (lens + static.chunk - 1) // static.chunk
 
 
-def _decode_words(static: StaticPlan, lens: Int32[Array, " r"]) -> Int32[Array, " n"]:
+def _paged_words(
+    static: StaticPlan,
+    kv_lens: Int32[Array, " r"],
+    single_row: Bool[Array, " r"],
+    first_token: Int32[Array, " r"],
+    token_row: Int32[Array, " t"],
+    single: Bool[Array, " t"],
+) -> Int32[Array, " n"]:
+    """Rows and query tokens of the items, and, if split, the pieces: one after another, with nothing between.
+
+    An item is a token in a rung of single tokens, a row elsewhere; −1 as its row means that it has no attention.
+    """
+    if static.by_token:
+        row, token = jnp.where(single, token_row, -1), jnp.arange(single.shape[0], dtype=jnp.int32)
+    else:
+        row, token = jnp.where(single_row, jnp.arange(kv_lens.shape[0], dtype=jnp.int32), -1), first_token
+    if static.chunk is None:
+        return jnp.concatenate([row, token])
+    lens = jnp.where(row >= 0, kv_lens[jnp.maximum(row, 0)], 0)
+    skipped = jnp.zeros_like(lens) if static.window is None else jnp.maximum(lens - static.window, 0) // static.chunk
+    offsets = _offsets(_pieces(static, lens) - skipped)
+    block = jnp.arange(static.decode_blocks, dtype=jnp.int32)
+    item = jnp.minimum(_find(offsets, block), row.shape[0] - 1)
+    piece = block - offsets[item] + skipped[item]
+    return jnp.concatenate([row, token, offsets, jnp.where(block < offsets[-1], item, -1), piece])
+
+
+def _decode_words(
+    static: StaticPlan, lens: Int32[Array, " r"], query_offsets: Int32[Array, " r1"], token_row: Int32[Array, " t"]
+) -> Int32[Array, " n"]:
     blocks, rows, split = static.decode_blocks, lens.shape[0], static.chunk is not None
     out = _offsets(_pieces(static, lens))
     block = jnp.arange(blocks, dtype=jnp.int32)
@@ -220,15 +288,13 @@ def _decode_words(static: StaticPlan, lens: Int32[Array, " r"]) -> Int32[Array, 
     if static.decode == "cuda_cores":
         arrays |= {"out": out} | ({"mask": _mask_words(valid)} if split else {})
         return _pack(*_decode_layout(blocks, split), arrays)
-    arrays |= {
-        "tile": jnp.zeros_like(row),
-        "out": out,
-        "total": jnp.full(1, rows, jnp.int32),
-        "mask": _mask_words(valid),
-    }
+    query_rows = static.rung.tokens if static.by_token else rows
+    arrays |= {"tile": jnp.zeros_like(row), "out": out, "mask": _mask_words(valid)}
+    arrays["total"] = query_offsets[-1:] if static.by_token else jnp.full(1, rows, jnp.int32)
     if split:
-        arrays["merge"] = out
-    return _pack(*_fa2_layout(blocks, rows, rows, split), arrays)
+        # Pieces of token i are merge[i] .. merge[i + 1]. Its row's others are empty, and have none.
+        arrays["merge"] = jnp.concatenate([out[token_row], out[-1:]]) if static.by_token else out
+    return _pack(*_fa2_layout(blocks, rows, query_rows, split), arrays)
 
 
 def _fa2_words(

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from paged.backends.sharding import KvSharding
 from paged.common.errors import InvalidInputError
-from paged.models.config import DecoderConfig
+from paged.models.config import FUSED_WEIGHTS, DecoderConfig
 from paged.models.decoder import Decoder, abstract_decoder, map_weights, stored_shape
 
 Progress = Callable[[str, int, int], None]
@@ -119,8 +119,11 @@ def build_decoder(
         else:
             host = np.empty(stored_shape(config, ours), struct.dtype)
             for block in range(config.num_blocks):
-                name = name_of[ours, block * len(config.block) + position]
-                host[block] = _converted(where, name, tensors, struct.dtype)
+                layer = block * len(config.block) + position
+                parts = FUSED_WEIGHTS.get(ours, (ours,))
+                names = {part: name_of[part, layer] for part in parts}
+                read = {part: _converted(where, name, tensors, struct.dtype) for part, name in names.items()}
+                host[block] = config.fuse(ours, read)
         placed = _place(host, None if sharding is None else sharding.named(config.partition(ours, sharding)))
         done += 1
         if progress is not None:
