@@ -17,8 +17,11 @@ from typing import Any, NamedTuple
 Figures = dict[str, Any]
 
 NAMES = {
+    "capacity": "requests at once against pool budget and length, paged beside dense",
     "control": "host cost of ControlPlane.prepare a step, beside vLLM's KVCacheManager",
     "driver": "host cost of Driver.step a step, with a runner that does nothing",
+    "prefix": "prefill tokens that a prefix cache avoids, two arms of one engine",
+    "serving": "paged against a dense KV cache at equal budgets",
 }
 """Benchmarks that `paged bench` runs, and what each measures."""
 
