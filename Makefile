@@ -7,9 +7,13 @@ CACHE ?= $(CURDIR)/.cache/jax
 # Compiled programs are kept between runs; jax stores programs of any compile time with the second variable.
 RUN := JAX_COMPILATION_CACHE_DIR=$(CACHE) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PLATFORMS=cpu
 
-.PHONY: help certify test mutants check format clean
+AITER_VENV ?= .venv-aiter
+AITER_RUN := $(RUN) $(AITER_VENV)/bin/python
+
+.PHONY: help certify certify-aiter certify-aiter-full test mutants check format clean
 help:
 	@echo "make certify   certify the reference and the xla backend on 8 virtual CPU devices, into $(OUT)/"
+	@echo "make certify-aiter  AITER's own Triton kernels on CPU, in an environment of their own; -full runs every case"
 	@echo "make test      run the tests"
 	@echo "make mutants   run the deliberately wrong backends through the cases that must catch them"
 	@echo "make check     format, lint and type checks"
@@ -35,6 +39,24 @@ certify: $(VENV)/.ready
 	$(RUN) $(BIN)/paged certify xla --output $(OUT)/xla.json --html $(OUT)/xla.html
 	@echo "certificates: $(OUT)/reference.json $(OUT)/xla.json; pages to look at: $(OUT)/reference.html $(OUT)/xla.html"
 
+# torch, Triton and AITER at exactly these versions, in an environment of their own: the other one has no torch in it.
+$(AITER_VENV)/.ready: tools/aiter_triton/requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "paged needs Python 3.11 or newer, found " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv --clear $(AITER_VENV)
+	$(AITER_VENV)/bin/python -m pip install --quiet --no-deps --requirement tools/aiter_triton/requirements.txt
+	$(AITER_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	$(AITER_VENV)/bin/python tools/aiter_triton --environment
+	@touch $@
+
+certify-aiter: $(AITER_VENV)/.ready
+	@mkdir -p $(OUT)
+	$(AITER_RUN) -m pytest -q tools/aiter_triton
+	$(AITER_RUN) -m paged.cli certify aiter --executor triton-interpreter --quick --output $(OUT)/aiter-triton-quick.json
+
+certify-aiter-full: $(AITER_VENV)/.ready
+	@mkdir -p $(OUT)
+	$(AITER_RUN) -m paged.cli certify aiter --executor triton-interpreter --deadline 600 --output $(OUT)/aiter-triton.json
+
 test: $(VENV)/.ready $(VENV)/.weights
 	$(RUN) $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
@@ -51,4 +73,4 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OUT) .cache
+	rm -rf $(VENV) $(AITER_VENV) $(OUT) .cache

@@ -62,6 +62,7 @@ DYNAMIC = {
     "paged.cli": "a subcommand is a module of its package",
     "paged.backends.registry": "a backend is an entry point",
     "conformance.executors": "an executor is a module of a closed list",
+    "conformance.executors.triton_interpreter": "the vendor's side lies in a folder outside the packages",
     "conformance.kits.run": "a kit is a list of modules",
 }
 """Modules that may import a name they compute, and why."""
