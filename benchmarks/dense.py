@@ -24,9 +24,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from paged.backends.protocol import PackedHeads
 from paged.engine.compile_options import compiler_options
+from paged.engine.sampling import Sampled, greedy
 from paged.models import Decoder, DecoderConfig
-from paged.models.layers import Rotary, linear, rms_norm
+from paged.models.layers import Rotary
 
 
 class DenseCache(eqx.Module):
@@ -77,7 +79,7 @@ def _forward(
     first_slot: Array | int,
     bound: int,
     samples: Int32[Array, " s"],
-) -> tuple[Int32[Array, " s"], DenseCache]:
+) -> tuple[Sampled, DenseCache]:
     """Feed t tokens of each of some slots; the likeliest next token after token `samples[i]` of each, and the cache.
 
     Negative positions are padding: they write nothing, because a scatter drops what is out of range.
@@ -99,8 +101,8 @@ def _forward(
     def body(carry: tuple[Array, DenseCache], xs: tuple) -> tuple[tuple[Array, DenseCache], None]:
         (x, cache), ((layer,), index) = carry, xs
 
-        def attend(heads: tuple[Array, Array, Array]) -> tuple[Array, DenseCache]:
-            query, key, value = heads
+        def attend(heads: PackedHeads) -> tuple[Array, DenseCache]:
+            query, key, value = heads.split()
             new = DenseCache(write(cache.keys, key, index), write(cache.values, value, index))
             keys, values = (_strips(a, index, slot[0], slots, bound) for a in (new.keys, new.values))
             out = _attend(query.reshape(slots, count, *query.shape[1:]), keys, values, positions)
@@ -110,9 +112,7 @@ def _forward(
 
     indices = jnp.arange(config.num_layers, dtype=jnp.int32)
     (x, cache), _ = lax.scan(body, (x, cache), (model.layers, indices))
-    x = rms_norm(x[jnp.arange(slots) * count + samples], model.norm, config.rms_eps)
-    logits = linear(x, model.embedding if model.head is None else model.head, out=jnp.float32)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+    return greedy(model.logits(x[jnp.arange(slots) * count + samples])), cache
 
 
 @functools.cache
@@ -120,21 +120,20 @@ def _programs(platform: str) -> tuple[Callable, Callable]:
     jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=dict(compiler_options(platform)) or None)
 
     @functools.partial(jit, static_argnums=0)
-    def decode(bound: int, state: DenseState, model: Decoder, positions: Array) -> tuple[DenseState, Array]:
+    def decode(bound: int, state: DenseState, model: Decoder, positions: Array) -> tuple[DenseState, Sampled]:
         """One token of every slot; slots at a negative position are empty."""
         zero = jnp.zeros_like(state.last)
         new, cache = _forward(model, state.cache, state.last[:, None], positions[:, None], 0, bound, zero)
-        last = jnp.where(positions >= 0, new, state.last)
-        return DenseState(cache, last), jnp.copy(last)
+        return DenseState(cache, jnp.where(positions >= 0, new.tokens, state.last)), new
 
     @functools.partial(jit, static_argnums=0)
-    def prefill(bound: int, state: DenseState, model: Decoder, packed: Array) -> tuple[DenseState, Array]:
+    def prefill(bound: int, state: DenseState, model: Decoder, packed: Array) -> tuple[DenseState, Sampled]:
         """A chunk of one slot's prompt. `packed`: slot, first position, number of tokens, then the padded tokens."""
         slot, start, real = packed[0], packed[1], packed[2]
         tokens = packed[3:][None]
         positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         new, cache = _forward(model, state.cache, tokens, positions, slot, bound, (real - 1)[None])
-        return DenseState(cache, state.last.at[slot].set(new[0])), jnp.copy(new)
+        return DenseState(cache, state.last.at[slot].set(new.tokens[0])), new
 
     return decode, prefill
 
@@ -181,7 +180,7 @@ class DenseEngine:
         self._state = _zeros_program(model.config, slots, max_len, model.embedding.dtype.name)()
         self._waiting: deque[_Request] = deque()
         self._slots: list[_Request | None] = [None] * slots
-        self._flying: deque[tuple[Array, list[tuple[int, _Request]]]] = deque()
+        self._flying: deque[tuple[Sampled, list[tuple[int, _Request]]]] = deque()
 
     @property
     def cache_bytes(self) -> int:
@@ -206,7 +205,7 @@ class DenseEngine:
         if not self._flying:
             return None
         sampled, rows = self._flying.popleft()
-        host = np.asarray(sampled)
+        host = jax.device_get(sampled).tokens
         out = []
         for row, request in rows:
             request.tokens.append(int(host[row]))
