@@ -1,6 +1,6 @@
 // Append and attention over pages of tokens, "NHD": (pages, tokens per page, KV heads, head dim).
 //
-// `Rules` holds what an honest handler does not change; a deliberately wrong one does (tests/aiter_handlers/broken.cc).
+// `Rules` holds the steps that a deliberately wrong handler does otherwise (broken.cc); `Honest` does them right.
 #pragma once
 
 #include <algorithm>
@@ -30,6 +30,7 @@ struct Honest {
   static int64_t Position(int64_t token, int64_t queries, int64_t length) { return length - queries + token; }
   static int64_t Left(int64_t left) { return left; }
   static const void* Values(const void*, const void* values) { return values; }
+  static const void* NewValues(const void*, const void* values) { return values; }
   static float Merge(float weight) { return weight; }
   static float Output(float value, bool) { return value; }
   static uint64_t Element(uint64_t word, int) { return word; }

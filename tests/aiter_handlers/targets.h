@@ -127,7 +127,7 @@ ffi::Error AppendTarget(ffi::AnyBuffer k_new, ffi::AnyBuffer v_new, ffi::AnyBuff
   }
   const int width = static_cast<int>(ffi::ByteWidth(k_pool.element_type()));
   Append<Rules>(pool, k_new.untyped_data(), slot, tokens, width, k_out->untyped_data());
-  Append<Rules>(pool, Rules::Values(k_new.untyped_data(), v_new.untyped_data()), slot, tokens, width,
+  Append<Rules>(pool, Rules::NewValues(k_new.untyped_data(), v_new.untyped_data()), slot, tokens, width,
                 v_out->untyped_data());
   return ffi::Error::Success();
 }
