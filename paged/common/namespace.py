@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from typing import Any
 
@@ -61,6 +62,10 @@ class CacheNamespace:
 
     def digest(self) -> bytes:
         """32 bytes of SHA-256 over every field of the dataclass, typed and length-prefixed (requirements C6, X1)."""
+        return self._digest
+
+    @functools.cached_property
+    def _digest(self) -> bytes:
         digest = hashlib.sha256(_DOMAIN)
         for field in dataclasses.fields(self):
             for part in (field.name.encode(), *_typed(getattr(self, field.name))):

@@ -16,4 +16,5 @@ from paged.control.runner_protocol import RequestId as RequestId
 from paged.control.runner_protocol import Step as Step
 from paged.control.runner_protocol import StepRunner as StepRunner
 from paged.control.shapes import FixedShape as FixedShape
+from paged.control.shapes import PinnedShapes as PinnedShapes
 from paged.control.shapes import Shapes as Shapes

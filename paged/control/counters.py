@@ -11,12 +11,14 @@ class Counters:
 
     - `recomputed_tokens`: cached tokens that preemptions and failed steps threw away.
     - `prefix_tokens`: tokens that admitted requests, preempted ones again, found cached and did not feed.
+    - `forked_tokens`: tokens that admitted requests, preempted ones again, shared with another sample of their prompt.
     """
 
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     prefix_tokens: int = 0
+    forked_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
     finished: int = 0

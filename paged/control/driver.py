@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged.common.checks import check_choice, check_int, check_int32_vector, refuse_rows, show
+from paged.common.checks import check_choice, check_int, refuse_rows, show
 from paged.common.errors import InternalError, InvalidInputError, PoolExhaustedError, UnsupportedError
 from paged.common.namespace import CacheNamespace
-from paged.common.page_table import PageTable, pages_for
+from paged.common.page_table import PageTable
 from paged.control.batch import Slice
 from paged.control.counters import Counters
+from paged.control.family import Family
 from paged.control.plane import ControlPlane
 from paged.control.requests import Phase, Request, Result
 from paged.control.runner_protocol import RequestId, Step, StepRunner
 from paged.control.running import Plan
 from paged.control.schedule import Schedule
-from paged.control.shapes import FixedShape
+from paged.control.shapes import PinnedShapes
+from paged.control.submission import check_ends, check_namespace, check_tokens, refuse_short_shapes, refuse_too_long
 
 SCHEDULES = ("mixed", "prefill_first")
 _DRAINING, _FINISHED = Phase.DRAINING, Phase.FINISHED  # an enum member costs a look-up in a loop over rows
@@ -72,6 +73,9 @@ class Driver:
     whole pages are published once its prompt is in the cache, and again when it finishes; being preempted or aborted
     publishes nothing.
 
+    Over a plane with `PinnedShapes` a request's tokens are computed alike whatever runs beside it: prompts are fed in
+    steps of their own, requests wait until all pages that they may ever need are certain, and only prompts are shared.
+
     With a runner of depth 2 the host plans a step while the device runs the one before. Pages that a step under way
     names are not given away before it is collected, and nobody is preempted as long as waiting for it may do.
 
@@ -91,7 +95,8 @@ class Driver:
         self.plane = plane
         self.runner = runner
         self.max_step_tokens = check_int("Driver", "max_step_tokens", max_step_tokens, minimum=1)
-        self.schedule = check_choice("Driver", "schedule", schedule or SCHEDULES[not runner.can_mix], SCHEDULES)
+        apart = not runner.can_mix or isinstance(plane.shapes, PinnedShapes)
+        self.schedule = check_choice("Driver", "schedule", schedule or SCHEDULES[apart], SCHEDULES)
         mixed = self.schedule == "mixed"
         if mixed and not runner.can_mix:
             raise UnsupportedError(
@@ -103,7 +108,15 @@ class Driver:
         if max_request_tokens is not None:
             most = check_int("Driver", "max_request_tokens", max_request_tokens, minimum=1)
             self.max_request_tokens = min(most, plane.capacity_tokens)
-        self._refuse_short_shapes()
+        refuse_short_shapes(plane, self.max_step_tokens, self.max_request_tokens)
+        self._pinned = plane.shapes if isinstance(plane.shapes, PinnedShapes) else None
+        if self._pinned is not None and (mixed or self.max_step_tokens < 4):
+            raise UnsupportedError(
+                f"Driver.schedule is {self.schedule!r} with steps of {self.max_step_tokens} tokens, over a plane with "
+                f"pinned shapes, which keeps its phases apart. Use schedule='prefill_first', and max_step_tokens=4 or "
+                f"more.",
+                capability="mixed",
+            )
         self.counters = Counters()
         self.finished: dict[RequestId, Result] = {}
         self._depth = check_int("Driver", "runner.depth", runner.depth, minimum=1)
@@ -111,7 +124,12 @@ class Driver:
         self._flying: deque[_Flight] = deque()
         self._arrivals = 0
         self._schedule = Schedule(
-            plane, self.counters, max_step_tokens=self.max_step_tokens, mixed=mixed, can_mix=runner.can_mix
+            plane,
+            self.counters,
+            max_step_tokens=self.max_step_tokens,
+            mixed=mixed,
+            can_mix=runner.can_mix,
+            pinned=self._pinned is not None,
         )
 
     @property
@@ -153,28 +171,55 @@ class Driver:
         Raises `InvalidInputError` for wrong values or an id that is in use, and `PoolExhaustedError` with the
         arithmetic for a request that could never be cached whole (scenario H6). Nothing was queued then.
         """
-        tokens = check_int32_vector("submit", "prompt_tokens", prompt_tokens)
-        refuse_rows("submit", "prompt_tokens", tokens, tokens < 0, "must not be negative", "token")
-        if not tokens.shape[0]:
-            raise InvalidInputError(
-                "submit.prompt_tokens is empty: there is nothing to continue. Give one token or more."
-            )
+        key = self._free_id(request_id)
+        self._submit(prompt_tokens, max_tokens, eos, priority, namespace, [key])
+        return key
+
+    def submit_samples(
+        self,
+        prompt_tokens: Sequence[int] | np.ndarray,
+        max_tokens: int,
+        request_ids: Sequence[RequestId],
+        *,
+        eos: Iterable[int] = (),
+        priority: int = 0,
+        namespace: CacheNamespace | None = None,
+    ) -> None:
+        """Queue several requests with one prompt, one for each id; see `submit`.
+
+        One of them feeds the prompt. The others fork its pages, feed the prompt's last token again, because each
+        samples for itself, and copy a page only where they write. Where rows or pages are too few for all at once, or
+        the first has gone, another one feeds the prompt.
+        """
+        keys = [self._free_id(key) for key in request_ids]
+        if not keys or len(set(keys)) < len(keys):
+            raise InvalidInputError(f"submit_samples.request_ids must be distinct, at least one; got {show(keys)}.")
+        self._submit(prompt_tokens, max_tokens, eos, priority, namespace, keys)
+
+    def _submit(
+        self,
+        prompt_tokens: Sequence[int] | np.ndarray,
+        max_tokens: int,
+        eos: Iterable[int],
+        priority: int,
+        namespace: CacheNamespace | None,
+        keys: list[RequestId],
+    ) -> None:
+        tokens = check_tokens(prompt_tokens)
         max_tokens = check_int("submit", "max_tokens", max_tokens, minimum=1)
         priority = check_int("submit", "priority", priority, minimum=-(2**31))
-        stop = frozenset(check_int("submit", "eos", token, minimum=0) for token in eos)
-        if namespace is not None and (not isinstance(namespace, CacheNamespace) or self.plane.prefixes is None):
-            raise InvalidInputError(
-                f"submit.namespace must be a CacheNamespace, over a plane with prefixes=; got {show(namespace)} over "
-                f"{'none' if self.plane.prefixes is None else 'one'}."
-            )
-        self._refuse_too_long(tokens.shape[0], max_tokens)
-        key = self._free_id(request_id)
-        turn, limit = (priority, self._arrivals), tokens.shape[0] + max_tokens
-        request = Request(key, turn, array("i", tokens.tobytes()), tokens.shape[0], limit, stop, namespace)
-        self._arrivals += 1
-        self._requests[key] = request
-        self._schedule.waiting.push(request)
-        return key
+        stop, limit = check_ends(eos), len(tokens) + max_tokens
+        check_namespace(self.plane, namespace)
+        refuse_too_long(self.plane, len(tokens), max_tokens, self.max_request_tokens)
+        family = Family() if len(keys) > 1 else None
+        for key in keys:
+            turn = (priority, self._arrivals)
+            request = Request(key, turn, tokens[:], len(tokens), limit, stop, namespace, family)
+            if family is not None:
+                family.members.append(request)
+            self._arrivals += 1
+            self._requests[key] = request
+            self._schedule.waiting.push(request)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request at any point with what it has; False if it had finished already, and then nothing changes.
@@ -241,7 +286,8 @@ class Driver:
         chosen = self._schedule.choose(admit=True)
         while chosen.requests:
             slices = chosen.slices()
-            table = self.plane.prepare(slices, self.runner.scrub, self.runner.copy)
+            shape = self._pinned and (self._pinned.decode if chosen.num_decode else self._pinned.prefill)
+            table = self.plane.prepare(slices, self.runner.scrub, self.runner.copy, shape=shape)
             if table is not None:
                 self._dispatch(chosen, slices, table)
                 return True
@@ -286,6 +332,8 @@ class Driver:
             under_way = request.in_flight
             request.tokens[-under_way] = token
             request.in_flight = under_way - 1
+            if request.family is not None and i >= flight.plan.num_decode:
+                self._schedule.prompt_is_cached(request)  # before it may end, and its pages with it
             if token in request.eos:
                 finished.append(request.id)
                 self._finish(request, "stop")
@@ -364,28 +412,3 @@ class Driver:
 
     def _in_use(self, request_id: RequestId) -> bool:
         return request_id in self._requests or request_id in self.finished
-
-    def _refuse_too_long(self, num_prompt: int, max_tokens: int) -> None:
-        need = num_prompt + max_tokens - 1
-        if need <= self.max_request_tokens:
-            return
-        layout = self.plane.layout
-        raise PoolExhaustedError(
-            f"submit: a prompt of {num_prompt} tokens and {max_tokens} to generate, of which the last is never fed, "
-            f"are {need} tokens to cache, {pages_for(need, layout.tokens_per_page)} pages of "
-            f"{layout.tokens_per_page}. A request can have {self.max_request_tokens} here: the pool has "
-            f"{layout.usable_pages} pages ({layout.num_pages} less the sentinel), a row of the map "
-            f"{self.plane.capacity_tokens} tokens. Ask for {need - self.max_request_tokens} tokens less, or build a "
-            f"larger pool."
-        )
-
-    def _refuse_short_shapes(self) -> None:
-        """Refuse now what `plane.shapes` would refuse in the middle of a run: the largest step of this driver."""
-        if self.plane.shapes is None:
-            return
-        rows = min(self.plane.max_requests, self.max_step_tokens)
-        longest = min(self.max_step_tokens, self.max_request_tokens)
-        pages = rows * pages_for(self.max_request_tokens, self.plane.layout.tokens_per_page)
-        if self.plane.prefixes is None:  # otherwise a page may be listed by several
-            pages = min(pages, self.plane.layout.usable_pages)
-        self.plane.shapes.shape_for(FixedShape(rows, self.max_step_tokens, pages, longest, self.max_request_tokens))

@@ -139,7 +139,12 @@ class ControlPlane:
         return self._ledger.has(self.pages_needed(request))
 
     def prepare(
-        self, slices: Sequence[Slice], scrub: PagesCallback, copy: CopyCallback | None = None
+        self,
+        slices: Sequence[Slice],
+        scrub: PagesCallback,
+        copy: CopyCallback | None = None,
+        *,
+        shape: FixedShape | None = None,
     ) -> PageTable | None:
         """Reserve, scrub, copy, confirm, build: the page table of one step, or None (backpressure, nothing changed).
 
@@ -147,15 +152,15 @@ class ControlPlane:
         - `copy(source, target)` must copy pages whole, all sources read before any target is written. Called at most
           once, after `scrub`, when a slice writes into a page that a fork shares; without it such a step is refused.
 
-        The table is padded by `shapes`. Each request's length grows by its slice's tokens. If a callback raises, the
-        pages stay reserved and dirty, lengths are unchanged, and the same call can be made again.
+        The table is padded by `shapes`, or to `shape` if given. Each request's length grows by its slice's tokens. If a
+        callback raises, the pages stay reserved and dirty, lengths are unchanged, and the same call can be made again.
         Raises what `reserve` raises.
         """
         _check_callable("ControlPlane.prepare.scrub", scrub)
         if copy is not None:
             _check_callable("ControlPlane.prepare.copy", copy)
         batch = self._read(slices)
-        shape = self._shape(batch)
+        shape = self._shape(batch) if shape is None else shape.shape_for(exact_shape(batch))
         reservation = self._reserver.reserve(batch, may_copy=copy is not None)
         if reservation is None:
             return None

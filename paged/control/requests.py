@@ -7,6 +7,7 @@ import enum
 from array import array
 
 from paged.common.namespace import CacheNamespace
+from paged.control.family import Family
 from paged.control.page_map import Handle
 from paged.control.runner_protocol import RequestId
 
@@ -30,6 +31,8 @@ class Request:
     - `limit`: length of `tokens` at which generation ends.
     - `cached`: tokens that dispatched steps have fed, or that were found cached; the plane's length.
     - `target`: tokens to feed before it decodes: all that were known when it was admitted, generated ones included.
+    - `family`: the samples of its prompt, if there are several; `shares_prompt`: its whole prompt is in the cache, and
+      every step that wrote it is collected.
     - `namespace`: of the prefixes that it may attach to and publish; None shares nothing. `prefix_tokens`: those that
       it found cached when it was first admitted.
     """
@@ -41,6 +44,8 @@ class Request:
     limit: int
     eos: frozenset[int]
     namespace: CacheNamespace | None = None
+    family: Family | None = None
+    shares_prompt: bool = False
     phase: Phase = Phase.WAITING
     handle: Handle | None = None
     cached: int = 0

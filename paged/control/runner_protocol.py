@@ -53,7 +53,8 @@ class StepRunner(Protocol):
         ...
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> object:
-        """Copy pages whole, all sources read before any target is written."""
+        """Copy pages whole, all sources read before any target is written: after the steps that were dispatched, which
+        may still write into the sources, and before any that is dispatched later."""
         ...
 
     def dispatch(self, step: Step) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -46,6 +47,9 @@ class Running:
 
     def __len__(self) -> int:
         return len(self.prefill) + len(self.decode) + len(self.draining)
+
+    def __iter__(self) -> Iterator[Request]:
+        return itertools.chain(self.prefill, self.decode, self.draining)
 
     def enter(self, request: Request, phase: Phase) -> None:
         """Put a request that is in no phase here into this one."""

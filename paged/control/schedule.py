@@ -9,6 +9,7 @@ from paged.common.errors import InternalError, PoolExhaustedError
 from paged.common.page_table import pages_for
 from paged.control.batch import Slice
 from paged.control.counters import Counters
+from paged.control.page_map import Handle
 from paged.control.plane import ControlPlane
 from paged.control.requests import Phase, Request
 from paged.control.runner_protocol import IN_FLIGHT
@@ -19,10 +20,22 @@ from paged.control.waiting import WaitingQueue
 class Schedule:
     """Queue and running requests of one driver, which documents the policy.
 
-    `mixed`: prompts go beside decoding requests. `can_mix`: slices of one token and longer ones may share a step.
+    - `mixed`: prompts go beside decoding requests. `can_mix`: slices of one token and longer ones may share a step.
+    - `pinned`: a request's tokens are computed alike whatever runs beside it. So nobody is admitted before all pages
+      that it may ever need are certain, only what was fed as a prompt is published, and a prompt is fed two tokens or
+      more at a time, because backends may have other arithmetic for one.
     """
 
-    def __init__(self, plane: ControlPlane, counters: Counters, *, max_step_tokens: int, mixed: bool, can_mix: bool):
+    def __init__(
+        self,
+        plane: ControlPlane,
+        counters: Counters,
+        *,
+        max_step_tokens: int,
+        mixed: bool,
+        can_mix: bool,
+        pinned: bool = False,
+    ):
         self.plane = plane
         self.waiting = WaitingQueue()
         self.running = Running()
@@ -31,6 +44,8 @@ class Schedule:
         self._max_step_tokens = max_step_tokens
         self._mixed = mixed
         self._can_mix = can_mix
+        self._pinned = pinned
+        self._least = 1 + pinned  # tokens of a prompt that are fed at a time
 
     def choose(self, *, admit: bool) -> Plan:
         """The next step, empty if nobody can run; with `admit` waiting requests are admitted into it."""
@@ -52,7 +67,9 @@ class Schedule:
             request = next(admitted, None) or (self._admit() if admit else None)
             if request is None:
                 break
-            count = min(request.target - request.cached, room)
+            count = chunk_tokens(request.target - request.cached, room, self._least)
+            if not count:
+                break
             if counts and not self._can_mix and (count == 1) != (counts[0] == 1):
                 continue  # it goes in a later step
             requests.append(request)
@@ -70,9 +87,13 @@ class Schedule:
         if request is None:
             return None
         plane, size = self.plane, self.plane.layout.tokens_per_page
-        taken = len(self.running)
-        taken += sum(pages_for(r.target, size) - pages_for(r.cached, size) for r in self.running.prefill)
-        need, available = pages_for(len(request.tokens), size), plane.available_pages
+        taken, need = len(self.running), pages_for(self._promised(request), size)
+        there = self.running if self._pinned else self.running.prefill
+        taken += sum(pages_for(self._promised(r), size) - pages_for(r.cached, size) for r in there)
+        available = plane.available_pages
+        source = None if request.family is None else request.family.source()
+        if source is not None:
+            return self._fork(request, source, need + taken, available)
         if request.namespace is None and need + taken > available:
             return None
         # A request that did not fit is not matched again before something changed.
@@ -85,18 +106,62 @@ class Schedule:
         cached = 0
         if request.namespace is not None:
             # Attached first and counted then: what it holds can no longer be evicted for it (scenario C3).
-            cached = plane.attach(handle, request.namespace, request.tokens)
+            cached = plane.attach(handle, request.namespace, request.tokens[: len(request.tokens) + 1 - self._least])
             if need - cached // size + taken > plane.available_pages:
                 plane.release(handle)
                 self._refused = asked
                 return None
-        self.waiting.take()
-        request.handle, request.cached, request.target = handle, cached, len(request.tokens)
         if not request.preemptions:
             request.prefix_tokens = cached
-        self.running.enter(request, Phase.PREFILL)
         self._counters.prefix_tokens += cached
+        self._enter(handle, cached)
+        if request.family is not None:
+            request.family.leader = request
         return request
+
+    def _fork(self, request: Request, source: Request, want: int, available: int) -> Request | None:
+        """Admit the first in turn with the pages of another sample's prompt, if `want` less those fit `available`."""
+        assert source.handle is not None
+        size = self.plane.layout.tokens_per_page
+        shared = max(0, min(source.num_prompt, len(request.tokens) - self._least))
+        # A page that is shared in part is copied by the first of the two that writes into it.
+        if want - pages_for(shared, size) + bool(shared % size) > available:
+            return None
+        handle = self.plane.fork(source.handle)
+        if handle is None:
+            return None
+        self.plane.truncate(handle, shared)
+        self._counters.forked_tokens += shared
+        return self._enter(handle, shared)
+
+    def _enter(self, handle: Handle, cached: int) -> Request:
+        request = self.waiting.take()
+        request.handle, request.cached, request.target = handle, cached, len(request.tokens)
+        self.running.enter(request, Phase.PREFILL)
+        return request
+
+    def _promised(self, request: Request) -> int:
+        """Tokens whose pages are kept for a request: all that are known, or all that it can ever have."""
+        if self._pinned:
+            return request.limit - 1  # the last is never fed
+        return len(request.tokens) if request.handle is None else request.target
+
+    def prompt_is_cached(self, request: Request) -> None:
+        """Every step that fed this sample its prompt is collected: admit other samples of it while it is here."""
+        family = request.family
+        if family is None or request.shares_prompt:
+            return
+        request.shares_prompt = True
+        self._let_go(request)
+        while (first := self.waiting.first()) is not None and first.family is family:
+            if self._admit() is None:
+                break
+
+    def _let_go(self, request: Request) -> None:
+        """If a request leads its family, it does no longer."""
+        if request.family is not None and request.family.leader is request:
+            request.family.leader = None
+            self.waiting.call_back(request.family)
 
     def preempt_newest(self, slices: Sequence[Slice]) -> None:
         """Send the last in turn back to the queue, because `slices` do not fit.
@@ -120,8 +185,9 @@ class Schedule:
         self._counters.recomputed_tokens += request.cached
         self.running.leave(request)
         self.plane.release(request.handle)
-        request.handle, request.cached = None, 0
+        request.handle, request.cached, request.shares_prompt = None, 0, False
         request.preemptions += 1
+        self._let_go(request)
         self.waiting.push(request)
 
     def dispatched(self, chosen: Plan) -> list[bool]:
@@ -150,16 +216,21 @@ class Schedule:
     def publish(self, request: Request, num_tokens: int) -> None:
         """Let others share the first `num_tokens` tokens of a running request, if it shares at all."""
         if request.namespace is not None and request.handle is not None:
+            if self._pinned:
+                num_tokens = min(num_tokens, request.num_prompt)
             self.plane.publish(request.handle, request.namespace, request.tokens[:num_tokens])
 
     def drop(self, request: Request) -> None:
         """End a request, waiting or running; the one place where a finished or aborted one gives up its pages."""
+        if request.family is not None:
+            request.family.members.remove(request)
         if request.handle is None:
             self.waiting.drop(request)
             return
         self.running.leave(request)
         self.plane.release(request.handle)
-        request.phase, request.handle = Phase.FINISHED, None
+        request.phase, request.handle, request.shares_prompt = Phase.FINISHED, None, False
+        self._let_go(request)
 
     def verify(self, requests: Collection[Request]) -> None:
         """Prove that plane, queue and phases agree about these, all the unfinished ones; raises `InternalError`."""
@@ -179,6 +250,8 @@ class Schedule:
                 raise InternalError(f"Schedule: requests are not in the order of turns: {[r.turn for r in there]}.")
         for request in requests:
             self._verify_request(request)
+        for family in {id(r.family): r.family for r in requests if r.family is not None}.values():
+            family.verify()
 
     def _verify_request(self, r: Request) -> None:
         fed = 0 if r.handle is None else self.plane.length(r.handle)
@@ -193,3 +266,12 @@ class Schedule:
         ):
             if not good:
                 raise InternalError(f"Schedule: request {show(r.id)} {rule} ({r}).")
+
+
+def chunk_tokens(left: int, room: int, least: int) -> int:
+    """How many of a prompt's `left` tokens to feed where there is `room`: never fewer than `least` at a time, now or
+    at the end, unless there are no more; 0 if that takes more room."""
+    if left <= room:
+        return left
+    count = min(room, left - least)
+    return count if count >= least else 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 from paged.common.checks import INT32_LIMIT, check_int
 from paged.common.errors import InvalidInputError
-from paged.common.page_table import MAX_ENTRIES, PageTable
+from paged.common.page_table import MAX_ENTRIES, PageTable, pages_for
 
 _TOPS = dict.fromkeys(("rows", "tokens", "listed_pages"), MAX_ENTRIES) | dict.fromkeys(
     ("max_query_len", "max_kv_len"), INT32_LIMIT - 1
@@ -62,9 +63,43 @@ class FixedShape:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class PinnedShapes:
+    """One shape for steps that feed prompts and one for steps that decode, whatever their sizes.
+
+    A driver over a plane with pinned shapes keeps the phases apart and takes each step's shape from its phase, so that
+    every token of a request is computed by the same program wherever and beside whom it runs (requirement R6).
+    """
+
+    prefill: FixedShape
+    decode: FixedShape
+
+    @classmethod
+    def of(cls, *, tokens_per_page: int, max_rows: int, max_tokens: int, max_kv_len: int) -> PinnedShapes:
+        """The shapes that hold the largest steps."""
+        listed = max_rows * pages_for(max_kv_len, tokens_per_page)
+        return cls(
+            FixedShape(max_rows, max_tokens, listed, min(max_tokens, max_kv_len), max_kv_len),
+            FixedShape(max_rows, max_rows, listed, 1, max_kv_len),
+        )
+
+    def shape_for(self, need: FixedShape) -> FixedShape:
+        """By size, for those who do not say the phase; raises `InvalidInputError` for a step that is too large."""
+        decodes = need.max_query_len <= 1 and need.tokens <= need.rows
+        return (self.decode if decodes else self.prefill).shape_for(need)
+
+    def pad(self, table: PageTable) -> PageTable:
+        """The table padded to `shape_for` its size."""
+        return self.shape_for(FixedShape.of(table)).pad(table)
+
+    def rungs(self) -> Iterator[FixedShape]:
+        """Both shapes."""
+        return iter((self.decode, self.prefill))
+
+
 @runtime_checkable
 class Shapes(Protocol):
-    """A padding policy: `FixedShape` or `ShapeLadders`."""
+    """A padding policy: `FixedShape`, `PinnedShapes` or `ShapeLadders`."""
 
     def shape_for(self, need: FixedShape) -> FixedShape:
         """The shape to pad a step of this size to; raises `InvalidInputError` if there is none."""

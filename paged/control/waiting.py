@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 
+from paged.control.family import Family
 from paged.control.requests import Phase, Request
 
 
@@ -24,10 +25,23 @@ class WaitingQueue:
         self._live += 1
 
     def first(self) -> Request | None:
-        """The request whose turn it is; it stays."""
-        while self._heap and self._heap[0][1].phase is not Phase.WAITING:
-            heapq.heappop(self._heap)  # it was dropped
-        return self._heap[0][1] if self._heap else None
+        """The request whose turn it is; it stays. One whose family is being fed its prompt stands aside."""
+        while self._heap:
+            request = self._heap[0][1]
+            if request.phase is Phase.WAITING:
+                family = request.family
+                if family is None or family.leader is None:
+                    return request
+                family.held.append(request)
+            heapq.heappop(self._heap)  # it was dropped, or stands aside
+        return None
+
+    def call_back(self, family: Family) -> None:
+        """Nobody leads this family any more: who stood aside waits at its turn again."""
+        for request in family.held:
+            if request.phase is Phase.WAITING:
+                heapq.heappush(self._heap, (request.turn, request))
+        family.held.clear()
 
     def take(self) -> Request:
         """Remove and return the first."""

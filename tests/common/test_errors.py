@@ -8,6 +8,7 @@ from paged.common import (
     DonatedPoolError,
     InternalError,
     InvalidInputError,
+    LateCompileError,
     PagedError,
     PoolExhaustedError,
     StaleHandleError,
@@ -26,6 +27,7 @@ KINDS = {
     DirtyPageError: RuntimeError,
     PoolExhaustedError: RuntimeError,
     DonatedPoolError: RuntimeError,
+    LateCompileError: RuntimeError,
     InternalError: AssertionError,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -30,8 +31,17 @@ def expected(prompt: Sequence[int], max_tokens: int, eos: Collection[int] = ()) 
     return tuple(history[len(prompt) :]), "length"
 
 
+@dataclasses.dataclass
+class _Flight:
+    step: Step
+    fed: list[list[int]]
+    samples: list[bool]
+    sampled: np.ndarray | None = None
+
+
 class FakeRunner:
-    """Runs a step when it is collected, and scrubs at once: the worst order that a fence has to survive.
+    """Runs a step when it is collected, and scrubs at once: the worst order that a fence has to survive. Only a copy
+    waits for the steps that were dispatched before it.
 
     Slices that do not sample get −7, which must never show up anywhere.
     """
@@ -41,10 +51,10 @@ class FakeRunner:
         self.depth, self.can_mix = depth, can_mix
         self.pool = FakePool(plane)
         self.steps: list[list[tuple[object, int, int]]] = []
-        self.scrub, self.copy = self.pool.scrub, self.pool.copy
+        self.scrub = self.pool.scrub
         self.fail_dispatch = self.fail_collect = False
         self.failures = 0
-        self._flying: deque[tuple[Step, list[list[int]], list[bool]]] = deque()
+        self._flying: deque[_Flight] = deque()
         self._sampled: dict[Handle, int] = {}
 
     def dispatch(self, step: Step) -> int:
@@ -63,7 +73,7 @@ class FakeRunner:
         if not self.can_mix:
             assert len({s.num_tokens == 1 for s in step.slices}) == 1
         self.steps.append([(i, s.start, s.num_tokens) for i, s in zip(step.batch, step.slices)])
-        self._flying.append((step._replace(table=checked(step.table)), fed, samples))
+        self._flying.append(_Flight(step._replace(table=checked(step.table)), fed, samples))
         return len(self.steps)
 
     def collect(self, ticket: int) -> np.ndarray:
@@ -72,10 +82,21 @@ class FakeRunner:
             self.failures += 1
             self._flying.clear()
             raise ConnectionError("device lost")
-        step, fed, samples = self._flying.popleft()
+        flight = self._flying.popleft()
+        return self._run(flight)
+
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        for flight in self._flying:
+            self._run(flight)
+        self.pool.copy(source, target)
+
+    def _run(self, flight: _Flight) -> np.ndarray:
+        if flight.sampled is not None:
+            return flight.sampled
+        step = flight.step
         values = [
             self._sampled[s.handle] if token == IN_FLIGHT else token
-            for s, tokens in zip(step.slices, fed)
+            for s, tokens in zip(step.slices, flight.fed)
             for token in tokens
         ]
         self.pool.run(step.table, values)
@@ -84,8 +105,9 @@ class FakeRunner:
             history = self.pool.read(step.table, i)
             assert not {SCRUBBED, POISONED} & set(history), f"a page of {step.batch[i]} was given away"
             self._sampled[s.handle] = next_token(history)
-            out.append(self._sampled[s.handle] if samples[i] else -7)
-        return np.array(out, np.int32)
+            out.append(self._sampled[s.handle] if flight.samples[i] else -7)
+        flight.sampled = np.array(out, np.int32)
+        return flight.sampled
 
 
 def make_driver(
@@ -117,10 +139,10 @@ def make_driver(
         admitted.append(take())
         return admitted[-1]
 
-    def watched_prepare(*args):
+    def watched_prepare(*args, **options):
         fresh = admitted.copy()
         admitted.clear()
-        table = prepare(*args)
+        table = prepare(*args, **options)
         assert table is not None or not fresh, f"{fresh} were admitted and did not get their pages"
         return table
 

@@ -89,8 +89,8 @@ def test_scenario_h9_with_a_fence_open_nobody_is_preempted_beyond_need(ends):
     short = []
     prepare = driver.plane.prepare
 
-    def watched(*args):
-        table = prepare(*args)
+    def watched(*args, **options):
+        table = prepare(*args, **options)
         if table is None:
             short.append((driver.num_in_flight, driver.counters.preemptions))
         return table

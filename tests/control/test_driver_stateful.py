@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from plane_helpers import make_namespace
 
+from paged.control import PinnedShapes
+
 LONGEST = 19  # tokens of a request in the cache
 SPACES = {tenant: make_namespace(tenant=tenant) for tenant in "ab"}
 
@@ -24,19 +26,26 @@ class DriverMachine(RuleBasedStateMachine):
         rows=st.integers(1, 5),
         depth=st.sampled_from([1, 2, 3]),
         budget=st.integers(1, 12),
-        how=st.sampled_from([("mixed", True), ("prefill_first", True), ("prefill_first", False)]),
+        how=st.sampled_from([("mixed", True), ("prefill_first", True), ("prefill_first", False), ("pinned", True)]),
         prefixes=st.booleans(),
     )
     def build(self, size, spare_pages, rows, depth, budget, how, prefixes):
+        self.pinned, shapes = how[0] == "pinned", None
+        num_pages = 1 + -(-LONGEST // size) + spare_pages
+        if self.pinned:
+            budget = max(budget, 4)
+            sizes = {"max_rows": rows, "max_tokens": budget, "max_kv_len": size * (num_pages - 1)}
+            shapes = PinnedShapes.of(tokens_per_page=size, **sizes)
         self.driver, self.runner = make_driver(
-            1 + -(-LONGEST // size) + spare_pages,
+            num_pages,
             size,
             max_requests=rows,
             depth=depth,
             max_step_tokens=budget,
-            schedule=how[0],
+            schedule=None if self.pinned else how[0],
             can_mix=how[1],
             prefixes=prefixes,
+            shapes=shapes,
         )
         self.wanted = {}
         self.ended = {}
@@ -49,15 +58,21 @@ class DriverMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, LONGEST),
         eos=st.sets(st.integers(1, VOCABULARY), max_size=6),
         priority=st.sampled_from([0, 0, 0, -1, 3]),
+        samples=st.sampled_from([1, 1, 2, 4]),
     )
-    def submit(self, prompt, like, tenant, max_tokens, eos, priority):
+    def submit(self, prompt, like, tenant, max_tokens, eos, priority, samples):
         if like < len(self.prompts):  # begin as an earlier prompt does, or repeat it
             prompt = (self.prompts[like] + prompt)[: max(len(prompt), len(self.prompts[like]))]
         self.prompts.append(prompt)
         namespace = SPACES[tenant] if tenant and self.driver.plane.prefixes is not None else None
         max_tokens = min(max_tokens, LONGEST + 1 - len(prompt))
-        key = self.driver.submit(prompt, max_tokens, eos=eos, priority=priority, namespace=namespace)
-        self.wanted[key] = expected(prompt, max_tokens, eos)
+        options = {"eos": eos, "priority": priority, "namespace": namespace}
+        if samples == 1:
+            keys = [self.driver.submit(prompt, max_tokens, **options)]
+        else:
+            keys = [f"{len(self.wanted)}.{i}" for i in range(samples)]
+            self.driver.submit_samples(prompt, max_tokens, keys, **options)
+        self.wanted |= dict.fromkeys(keys, expected(prompt, max_tokens, eos))
 
     @rule()
     def step(self):
@@ -73,7 +88,7 @@ class DriverMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.wanted)
     @rule(data=st.data(), how=st.sampled_from(["abort", "stop"]))
     def end(self, data, how):
-        key = data.draw(st.sampled_from(sorted(self.wanted)))
+        key = data.draw(st.sampled_from(sorted(self.wanted, key=str)))
         done = key in self.driver.finished
         assert getattr(self.driver, how)(key) is not done
         if not done:
@@ -94,6 +109,8 @@ class DriverMachine(RuleBasedStateMachine):
     def parts_agree(self):
         if hasattr(self, "driver"):
             self.driver.verify()
+            if self.pinned:
+                assert self.driver.counters.preemptions == 0
             assert self.driver.plane.leaked_pages() == 0
             if self.driver.plane.prefixes is not None:
                 published(self.driver, self.runner)
