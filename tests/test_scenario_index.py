@@ -18,14 +18,16 @@ TESTED = {
     "A6": ("token index used where a page index belongs", "common"),
     "A7": ("head dim guessed as hidden size over heads", "models"),
     "B1": ("bits follow a maximal-length argument of the host", "backends reference"),
+    "B2": ("a cache hit and a fresh run differ in low bits", "engine"),
     "B5": ("page numbers, row order or neighbours move bits", "reference"),
     "C1": ("whole prompt cached, no query token left", "control"),
     "C3": ("a remembered hit whose pages were evicted", "control"),
     "C5": ("adapter name and salt share one slot of the cache key", "common"),
     "C6": ("two adapters of one name and different weights hit each other's cache", "common"),
     "C7": ("a key that collides hits another prompt's page", "control"),
-    "C8": ("weights change and the cache stays", "common"),
+    "C8": ("weights change and the cache stays", "common engine"),
     "C10": ("page adopted by the cache and freed by its request", "control"),
+    "C13": ("log probabilities of cached prompt tokens missing", "engine"),
     "C14": ("a prefix hit resumes at the wrong rows", "engine"),
     "C15": ("a prefix of exactly one page", "control"),
     "C16": ("an evicted page keeps its key", "control"),
@@ -34,8 +36,8 @@ TESTED = {
     "H1": ("finish and abort both free", "control"),
     "H2": ("shared pages and a window: a count dropped twice", "control"),
     "H4": ("a page reused while a dispatched step still writes it", "control"),
-    "H6": ("a request larger than the pool waits for ever", "control"),
-    "H7": ("preemption drops generated tokens", "control"),
+    "H6": ("a request larger than the pool waits for ever", "control engine"),
+    "H7": ("preemption drops generated tokens", "control engine"),
     "H9": ("deferred frees, and everything is preempted", "control"),
     "H10": ("a preempted request loses its turn", "control"),
     "H11": ("can-allocate and allocate disagree", "control"),
@@ -68,6 +70,7 @@ TESTED = {
     "N3": ("padding points at a live slot", "backends engine"),
     "N4": ("padded output rows are NaN", "reference"),
     "N6": ("a recycled page keeps its last owner's bytes", "control engine"),
+    "N9": ("batch-shape numerics taken for corruption", "engine"),
     "S1": ("as many shards as KV heads, and every shard holds all", "backends common"),
     "S2": ("replicated heads counted as unique", "common"),
     "S4": ("mesh axis names not recognised, pool silently unsharded", "backends"),
@@ -76,11 +79,8 @@ TESTED = {
 """Id -> what went wrong, and the rooms (folders of tests/) that test it."""
 
 AWAITED = {
-    "B2": ("a cache hit and a fresh run differ in low bits", "prefix index"),
     "B3": ("small buckets reduce in another order", "conformance"),
-    "C13": ("log probabilities of cached prompt tokens missing", "prefix index"),
     "H16": ("tier counters swapped, a planned restore evicted", "host tier"),
-    "N9": ("batch-shape numerics taken for corruption", "offline engine"),
 }
 """Id -> what went wrong, and the part of `paged` whose tests it awaits."""
 

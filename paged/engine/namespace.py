@@ -11,7 +11,7 @@ from paged.backends.protocol import AttentionBackend
 from paged.backends.sharding import KvSharding
 from paged.common.layout import StorageLayout
 from paged.common.namespace import CacheNamespace
-from paged.models import Decoder, DecoderConfig
+from paged.models import Decoder
 
 
 def weights_fingerprint(model: Decoder) -> str:
@@ -28,32 +28,56 @@ def weights_fingerprint(model: Decoder) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def make_namespace(
-    config: DecoderConfig,
-    layout: StorageLayout,
-    backend: AttentionBackend,
-    sharding: KvSharding | None,
-    *,
-    weights: str,
-    revision: int,
-    tokenizer: str,
-    dtype: str,
-    tenant: str | None,
-    adapter: str | None,
-    salt: str | None,
-) -> CacheNamespace:
-    """The namespace of requests of one tenant. What computes K and V, and in which precision, is part of it."""
-    mesh = None if sharding is None else repr((dict(sharding.mesh.shape), sharding.kv_axes))
-    computed = (backend.name, repr(backend.capabilities.numerics), dtype, layout.tokens_per_page)
-    return CacheNamespace(
-        weights=weights,
-        revision=revision,
-        tokenizer=tokenizer,
-        adapter=adapter,
-        tenant=tenant,
-        salt=salt,
-        rope=repr((config.rope_theta, config.head_dim)),
-        kv_dtype=layout.dtype,
-        layout=repr(computed),
-        sharding=mesh,
-    )
+class Namespaces:
+    """The namespaces of one runtime, by who shares them; what computes K and V, and how, is in all of them.
+
+    - `fingerprint`: of the weights; None computes it when a namespace is first asked for.
+    - `tokenizer`: fingerprint of the tokenizer that makes the prompts.
+    """
+
+    def __init__(
+        self,
+        layout: StorageLayout,
+        backend: AttentionBackend,
+        sharding: KvSharding | None,
+        *,
+        fingerprint: str | None,
+        tokenizer: str,
+    ):
+        self.revision = 0
+        self._fingerprint = fingerprint
+        self._tokenizer = tokenizer
+        self._made: dict[tuple[str | None, ...], CacheNamespace] = {}
+        self._layout, self._backend, self._sharding = layout, backend, sharding
+
+    def of(self, model: Decoder, tenant: str | None, adapter: str | None, salt: str | None) -> CacheNamespace:
+        """The namespace of one tenant's requests to this model, which is the one that was there before or announced
+        by `move_on`."""
+        key = (tenant, adapter, salt)
+        if key not in self._made:
+            self._made[key] = self._make(model, tenant, adapter, salt)
+        return self._made[key]
+
+    def move_on(self, fingerprint: str | None) -> None:
+        """The weights are others now; None computes their fingerprint when it is needed."""
+        self.revision += 1
+        self._fingerprint = fingerprint
+        self._made.clear()
+
+    def _make(self, model: Decoder, tenant: str | None, adapter: str | None, salt: str | None) -> CacheNamespace:
+        if self._fingerprint is None:
+            self._fingerprint = weights_fingerprint(model)
+        config, layout, backend, sharding = model.config, self._layout, self._backend, self._sharding
+        numerics = (backend.name, backend.capabilities.numerics, backend.capabilities.decode_numerics)
+        return CacheNamespace(
+            weights=self._fingerprint,
+            revision=self.revision,
+            tokenizer=self._tokenizer,
+            adapter=adapter,
+            tenant=tenant,
+            salt=salt,
+            rope=repr((config.rope_theta, config.rope_factors, config.head_dim)),
+            kv_dtype=layout.dtype,
+            layout=repr((*numerics, model.embedding.dtype.name, layout.tokens_per_page)),
+            sharding=None if sharding is None else repr((dict(sharding.mesh.shape), sharding.kv_axes)),
+        )

@@ -17,6 +17,7 @@ from paged.control import Driver, RequestId, StepOutcome
 from paged.control.timeline import Timeline
 from paged.engine.outputs import BatchProgress, CompletionOutput, Delta, Interruption
 from paged.engine.params import GREEDY, SamplingParams
+from paged.engine.parity import Flips, count_flips
 from paged.engine.runner import RequestSampling, Token
 from paged.engine.runtime import Runtime
 from paged.engine.text import StopText, TextCodec, stream_after
@@ -53,6 +54,11 @@ class OfflineEngine:
 
     - `model`, `tokenizer`: without a tokenizer, prompts are token ids and texts are empty.
     - `depth`: steps under way at once; at 2 the host plans a step while the device runs the one before.
+    - `invariant`: tokens of a request depend on nothing but itself: not on neighbours, order of arrival or what is
+      cached. Prompts and decoding get one program shape each, always the largest, nobody is preempted, and requests
+      wait until all their pages are certain; so it is slower. Otherwise arithmetic may differ in its last bits between
+      shapes, and a token may be another one where two are as good as equally likely.
+    - `prefix_cache`: share cached prefixes between requests of one tenant; with `share_across_tenants` between all.
     - `schedule`: see `Driver`. `max_logprobs`: likeliest tokens that a request may ask for.
     - `backend` and `options`: those of `Runtime`; by default the pool holds `max_requests` requests of 1024 tokens.
 
@@ -66,6 +72,9 @@ class OfflineEngine:
         tokenizer: TextCodec | None = None,
         backend: str | AttentionBackend = "xla",
         *,
+        invariant: bool = False,
+        prefix_cache: bool = False,
+        share_across_tenants: bool = False,
         depth: int = 2,
         schedule: str | None = None,
         max_logprobs: int | None = None,
@@ -76,7 +85,20 @@ class OfflineEngine:
             pages = pages_for(tokens, options.get("tokens_per_page", 16))
             options["num_pages"] = 1 + options.get("max_requests", 8) * pages
         num_top = min(_DEFAULT_LOGPROBS, model.config.vocab_size) if max_logprobs is None else max_logprobs
-        self.runtime = Runtime(model, backend, depth=depth, num_top=num_top, few_programs=True, **options)
+        if tokenizer is not None:
+            options.setdefault("tokenizer_fingerprint", getattr(tokenizer, "fingerprint", type(tokenizer).__name__))
+        self.runtime = Runtime(
+            model,
+            backend,
+            depth=depth,
+            num_top=num_top,
+            few_programs=True,
+            pinned=invariant,
+            prefix_cache=prefix_cache,
+            **options,
+        )
+        self.invariant = invariant
+        self._share_across_tenants = share_across_tenants
         self.tokenizer = tokenizer
         self.driver = Driver(
             self.runtime.plane,
@@ -88,7 +110,7 @@ class OfflineEngine:
         self.timeline = Timeline()
         self._sequences: dict[RequestId, _Sequence] = {}
         self._groups: dict[int, list[CompletionOutput | None]] = {}
-        self._keys: dict[int, list[RequestId]] = {}
+        self._keys: dict[int, list[str]] = {}
         self._submitted = self._fed = 0
         self.interruption: Interruption | None = None
 
@@ -97,10 +119,18 @@ class OfflineEngine:
         """Whether every request has ended."""
         return self.driver.idle
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        tenant: str | None = None,
+        priority: int = 0,
+    ) -> int:
         """Queue a request; its number. Nothing runs before `step`.
 
         - `params`: by default greedy, see `SamplingParams`. `priority`: lower goes first.
+        - `tenant`: with whom it shares cached prefixes, if the engine has a prefix cache.
 
         Raises `InvalidInputError` for an empty prompt, tokens outside the vocabulary or what the engine does not have,
         and `PoolExhaustedError` with the arithmetic for a request that could never be cached whole.
@@ -108,7 +138,7 @@ class OfflineEngine:
         number = self._submitted
         params = SamplingParams() if params is None else params
         ids = self._ids(prompt, "prompt")
-        self._enqueue(number, ids, params, priority, "prompt")
+        self._enqueue(number, ids, params, tenant, priority, "prompt")
         self._submitted += 1
         return number
 
@@ -145,6 +175,15 @@ class OfflineEngine:
         """Compile every program that such requests can need, see `Runtime.warm_up`."""
         return self.runtime.warm_up(*params, strict=strict, say=say)
 
+    def update_weights(self, model: Decoder, *, fingerprint: str | None = None) -> None:
+        """Go on with other weights of the same model; nothing cached by the old ones is used. See `Runtime`."""
+        self._drain()
+        self.runtime.update_weights(model, fingerprint=fingerprint)
+
+    def flips(self, outputs: Sequence[CompletionOutput]) -> Flips:
+        """Replay greedy outputs through the model without a cache: tokens that are no argmax there, and by how much."""
+        return count_flips(self.runtime.model, outputs)
+
     def trace(self) -> list[StepTrace]:
         """How host and device shared the time of each step since the last warm-up, at most the latest 65,536 steps.
 
@@ -157,13 +196,14 @@ class OfflineEngine:
         prompts: Sequence[Prompt],
         params: Params = None,
         *,
+        tenant: str | None = None,
         on_delta: OnDelta | None = None,
         on_step: OnStep | None = None,
     ) -> list[CompletionOutput]:
         """Continue all prompts; outputs in their order, `n` for each.
 
         - `params`: for all prompts, or one for each. `on_delta`: called with each piece as it comes, see `stream`.
-          `on_step`: called after each step.
+          `on_step`: called after each step. `tenant`: see `submit`.
 
         All are checked before anything runs: values that are wrong raise `InvalidInputError` naming the prompt. A
         request that can never fit is refused alone: its output says `"refused"` and why, and the others run.
@@ -172,7 +212,7 @@ class OfflineEngine:
         note that says what is done and what is lost, and `interruption` holds the outputs so far.
         """
         outputs: list[CompletionOutput] = []
-        for _ in self._running(self._checked(prompts, params), on_delta, on_step, outputs):
+        for _ in self._running(self._checked(prompts, params), tenant, on_delta, on_step, outputs):
             pass
         return outputs
 
@@ -181,6 +221,7 @@ class OfflineEngine:
         prompts: Sequence[Prompt],
         params: Params = None,
         *,
+        tenant: str | None = None,
         outputs: list[CompletionOutput] | None = None,
     ) -> Iterator[Delta]:
         """Like `batch_inference`, piece by piece as the tokens come; `Delta.request` is the index of the prompt.
@@ -189,7 +230,7 @@ class OfflineEngine:
 
         Prompts are checked at once. Closing the iterator aborts what has not ended.
         """
-        return self._running(self._checked(prompts, params), None, None, [] if outputs is None else outputs)
+        return self._running(self._checked(prompts, params), tenant, None, None, [] if outputs is None else outputs)
 
     def check(self, prompts: Sequence[Prompt], params: Params = None) -> int:
         """Tokens of all prompts, if `batch_inference` would run every one; raises for the first that it would not."""
@@ -204,6 +245,7 @@ class OfflineEngine:
     def _running(
         self,
         batch: list[tuple[tuple[int, ...], SamplingParams, str | None]],
+        tenant: str | None,
         on_delta: OnDelta | None,
         on_step: OnStep | None,
         outputs: list[CompletionOutput],
@@ -219,7 +261,7 @@ class OfflineEngine:
                     numbers.append(None)
                     continue
                 number = self._submitted
-                self._enqueue(number, ids, params, 0, f"prompt {i}")
+                self._enqueue(number, ids, params, tenant, 0, f"prompt {i}")
                 self._submitted += 1
                 index_of[number] = i
                 numbers.append(number)
@@ -316,14 +358,27 @@ class OfflineEngine:
             raise InvalidInputError(f"{name}: SamplingParams.stop is {show(params.stop)}, and there is no tokenizer.")
         return self.runtime.sampling(params, num_prompt, sample=sample, name=name)
 
-    def _enqueue(self, number: int, ids: tuple[int, ...], params: SamplingParams, priority: int, name: str) -> None:
+    def _enqueue(
+        self,
+        number: int,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        tenant: str | None,
+        priority: int,
+        name: str,
+    ) -> None:
         limit = self._limit(ids, params, name)
         model_ends = () if params.ignore_eos else self.runtime.model.config.eos
         ends = frozenset((*model_ends, *params.stop_token_ids))
         first = self._sampling(params, len(ids), 0, name)
-        now, keys = time.perf_counter(), list[RequestId]()
-        for sample in range(params.n):
-            key = self.driver.submit(ids, limit, eos=ends, priority=priority, request_id=f"{number}.{sample}")
+        now, keys = time.perf_counter(), [f"{number}.{sample}" for sample in range(params.n)]
+        namespace = None
+        # What is found cached has no logits, so a prompt whose scores are wanted is computed whole (scenario C13).
+        if self.runtime.plane.prefixes is not None and params.prompt_logprobs is None:
+            namespace = self.runtime.namespace(tenant=None if self._share_across_tenants else tenant)
+        options: Any = {"eos": ends, "priority": priority, "namespace": namespace}
+        self.driver.submit_samples(ids, limit, keys, **options)
+        for sample, key in enumerate(keys):
             # One seed for all samples, told apart by their numbers; the first scores the prompt for all.
             own = params if not sample else dataclasses.replace(params, prompt_logprobs=None)
             sampling = self.runtime.sampling(own, len(ids), seed=first.seed, sample=sample)
@@ -331,7 +386,6 @@ class OfflineEngine:
             self._sequences[key] = _Sequence(number, sample, ids, params, sampling, StopText(pieces, params.stop), ends)
             self.runtime.runner.sampling[key] = sampling
             self.timeline.arrive(key, now)
-            keys.append(key)
         self._keys[number], self._groups[number] = keys, [None] * params.n
 
     def _accept(self, outcome: StepOutcome, collected: Sequence[Token | None]) -> list[Delta]:
@@ -396,7 +450,7 @@ class OfflineEngine:
     def _ended(self, number: int) -> bool:
         return all(output is not None for output in self._groups[number])
 
-    def _keys_of(self, request: int) -> list[RequestId]:
+    def _keys_of(self, request: int) -> list[str]:
         if request not in self._keys:
             raise InvalidInputError(f"there is no request {show(request)}: never submitted, or taken.")
         return self._keys[request]

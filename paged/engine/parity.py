@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,17 @@ from paged.common.errors import InvalidInputError
 from paged.models import Decoder
 
 _PAD_TO = 64
+
+
+@runtime_checkable
+class Completed(Protocol):
+    """What of a completion is replayed; `CompletionOutput` is one."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +64,36 @@ def replay(model: Decoder, tokens: Sequence[int], prompt_tokens: int) -> Parity:
     top = ranked[:, -1]
     norm = top + np.log(np.exp(logits - top[:, None]).sum(-1))
     return Parity(behind=top - chosen, top_gap=top - ranked[:, -2], logprobs=chosen - norm)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flips:
+    """Requirement M4 over many completions: generated tokens that are no argmax of the dense path.
+
+    - `tokens`: generated tokens that were compared. `gaps`: for each flip, how far its logit is behind the dense
+      maximum, largest first. A gap that rounding explains is a tie, and either token is right.
+    """
+
+    tokens: int
+    gaps: np.ndarray
+
+    def beyond(self, tie: float) -> int:
+        """Flips whose gap is larger than `tie`: faults."""
+        return int(np.count_nonzero(self.gaps > tie))
+
+    def __str__(self) -> str:
+        gaps = ", ".join(f"{gap:.2g}" for gap in self.gaps[:8].tolist()) + (" …" if len(self.gaps) > 8 else "")
+        return f"{len(self.gaps)} flips in {self.tokens} tokens" + (f", behind by {gaps}" if len(self.gaps) else "")
+
+
+def count_flips(model: Decoder, completions: Iterable[Completed]) -> Flips:
+    """Replay completions of greedy requests, see `replay`; those without a token are passed over."""
+    behind = [np.zeros(0)]
+    for one in completions:
+        if one.token_ids:
+            behind.append(replay(model, [*one.prompt_ids, *one.token_ids], len(one.prompt_ids)).behind)
+    together = np.concatenate(behind)
+    return Flips(len(together), np.sort(together[together > 0])[::-1])
 
 
 @jax.jit

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from paged.backends.protocol import AttentionBackend
@@ -14,9 +16,12 @@ from paged.backends.sharding import KvSharding
 from paged.backends.step import check_step
 from paged.common.checks import check_int, refuse_rows
 from paged.common.errors import InvalidInputError, PoolExhaustedError, UnsupportedError
+from paged.common.namespace import CacheNamespace
 from paged.common.page_table import PageTable, pages_for
-from paged.control import ControlPlane, Handle, ShapeLadders, Shapes, Slice
+from paged.control import ControlPlane, FixedShape, Handle, PinnedShapes, PrefixIndex, ShapeLadders, Shapes, Slice
+from paged.control.schedule import chunk_tokens
 from paged.engine.limits import build_pool, check_ids, check_prompt, device_of, layout_for, shortage
+from paged.engine.namespace import Namespaces
 from paged.engine.params import SamplingParams
 from paged.engine.pool import KvPool
 from paged.engine.runner import DeviceRunner, Packed, RequestSampling, Token
@@ -24,7 +29,7 @@ from paged.engine.step import Program
 from paged.engine.warm_up import Say, WarmUp, warm_up
 from paged.models import Decoder
 
-_SHORT_KV_LEN, _LONG_KV_LEN = 512, 2048
+_LONG_KV_LEN = 2048
 
 OnChunk = Callable[[int, int], object]
 """on_chunk(tokens done, tokens in all), after each step of a prefill."""
@@ -51,8 +56,12 @@ class Runtime:
       for; fewer mean fewer programs.
     - `kv_dtype`: element type of the pool; the model's by default. `num_top`: likeliest tokens that a request may ask
       for, and that are reported to those that come without `SamplingParams`.
-    - `shapes`: padding policy; by default `ShapeLadders`, with `few_programs` at its coarsest. `scan`: layers as one
-      loop; by default wherever the backend's pool is stacked. `poison_freed`: debugging, fills freed pages with NaN.
+    - `shapes`: padding policy; by default `ShapeLadders`, with `few_programs` at its coarsest, and with `pinned`
+      `PinnedShapes`. `scan`: layers as one loop; by default wherever the backend's pool is stacked.
+    - `poison_freed`: debugging, fills freed pages with NaN.
+    - `prefix_cache`: whether a `Driver` may share cached prefixes between requests of one `namespace`. `fingerprint`:
+      of the weights, see `LoadedModel.fingerprint`; by default that of `weights_fingerprint`, which reads them all.
+      `tokenizer_fingerprint`: of the tokenizer that made the prompts.
 
     Everything the backend does not declare is refused here, before the pool is built. Raises `UnsupportedError` naming
     the capability, `InvalidInputError`, or `PoolExhaustedError` with the arithmetic of a pool that does not fit.
@@ -83,10 +92,15 @@ class Runtime:
         depth: int = 1,
         max_request_tokens: int | None = None,
         few_programs: bool = False,
+        pinned: bool = False,
+        prefix_cache: bool = False,
+        fingerprint: str | None = None,
+        tokenizer_fingerprint: str = "",
         poison_freed: bool = False,
     ):
         backend = get_backend(backend) if isinstance(backend, str) else backend
         self.model = model
+        self.sharding = sharding
         self.max_step_tokens = check_int("Runtime", "max_step_tokens", max_step_tokens, minimum=1)
         num_top = check_int("Runtime", "num_top", num_top, minimum=0, maximum=model.config.vocab_size)
         dtype = model.embedding.dtype.name
@@ -115,24 +129,25 @@ class Runtime:
         if max_request_tokens is not None:
             most = check_int("Runtime", "max_request_tokens", max_request_tokens, minimum=1)
             self.max_tokens = min(self.max_tokens, most)
+        if shapes is None:
+            sizes = {"tokens_per_page": tokens_per_page, "max_rows": max_requests, "max_tokens": max_step_tokens}
+            sizes["max_kv_len"] = self.max_tokens
+            few: Any = {"min_kv_len": _LONG_KV_LEN, "wide_mixed": True} if few_programs else {}
+            shapes = PinnedShapes.of(**sizes) if pinned else ShapeLadders(**sizes, **few)
         self.plane = ControlPlane(
             self.layout,
             max_requests=max_requests,
             max_pages_per_request=pages_for(self.max_tokens, tokens_per_page),
-            shapes=shapes
-            or ShapeLadders(
-                tokens_per_page=tokens_per_page,
-                max_rows=max_requests,
-                max_tokens=max_step_tokens,
-                max_kv_len=self.max_tokens,
-                min_kv_len=_LONG_KV_LEN if few_programs else _SHORT_KV_LEN,
-                wide_mixed=few_programs,
-            ),
+            shapes=shapes,
+            prefixes=PrefixIndex(self.layout) if prefix_cache else None,
             poison_freed=(lambda pages: self.runner.poison(pages)) if poison_freed else None,
         )
         pool = build_pool(self.layout, backend, sharding, device)
         self.runner = DeviceRunner(model, pool, program, max_rows=max_requests, depth=depth)
         self.poisons = poison_freed
+        self._namespaces = Namespaces(
+            self.layout, backend, sharding, fingerprint=fingerprint, tokenizer=tokenizer_fingerprint
+        )
         self._tokens: dict[Handle, list[int]] = {}
         self._prepared: set[PreparedStep] = set()
 
@@ -209,6 +224,41 @@ class Runtime:
         """The prompt as a list of ints, whether or not it fits; raises `InvalidInputError` as `add` does."""
         return check_ids(self.model.config, prompt, name=name)
 
+    def namespace(
+        self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
+    ) -> CacheNamespace:
+        """With whom a request shares cached prefixes: those of the same tenant (and adapter, and salt), computed from
+        the same weights in the same way."""
+        return self._namespaces.of(self.model, tenant, adapter, salt)
+
+    def update_weights(self, model: Decoder, *, fingerprint: str | None = None) -> None:
+        """Go on with other weights of the same model: nothing that the old ones computed is used again (scenario C8).
+
+        - `fingerprint`: of the new weights, as in the constructor.
+
+        The namespace moves on, and cached prefixes are forgotten. Raises `InvalidInputError` for another structure,
+        shape, dtype or config, and while requests are open: their keys and values are of the old weights.
+        """
+        if self.plane.num_open:
+            raise InvalidInputError(
+                f"update_weights: {self.plane.num_open} requests are open, and what is cached for them comes from the "
+                f"old weights. Finish or abort them first."
+            )
+        old, new = (jax.tree.map(lambda x: (x.shape, x.dtype.name, x.sharding), m) for m in (self.model, model))
+        if jax.tree.structure(self.model) != jax.tree.structure(model) or old != new:
+            raise InvalidInputError(
+                "update_weights: the new model has another structure, shape, dtype, placement or config than the old "
+                "one. Build a new Runtime for it."
+            )
+        self.model = self.runner.model = model
+        self.bump(fingerprint=fingerprint)
+
+    def bump(self, *, fingerprint: str | None = None) -> None:
+        """The weights were changed in place: move the namespace on and forget what is cached."""
+        self._namespaces.move_on(fingerprint)
+        if self.plane.prefixes is not None:
+            self.plane.forget_prefixes()
+
     def warm_up(self, *params: SamplingParams, strict: bool = False, say: Say | None = None) -> WarmUp:
         """Compile, and run once on padding alone, every program that steps for such requests can need.
 
@@ -236,7 +286,7 @@ class Runtime:
         ran = 0
         while pending := [h for h in handles if h not in done]:
             slices = self._pack(pending)
-            done |= self._advance(slices)
+            done |= self._advance(slices, None if self._pinned is None else self._pinned.prefill)
             ran += sum(s.num_tokens for s in slices)
             if on_chunk is not None:
                 on_chunk(ran, total)
@@ -257,7 +307,7 @@ class Runtime:
                     f"after a prefill. Call prefill([handle]) first."
                 )
             slices.append(Slice(handle, self.plane.length(handle), 1))
-        done = self._advance(slices)
+        done = self._advance(slices, None if self._pinned is None else self._pinned.decode)
         return [done[h] for h in handles]
 
     def release(self, handle: Handle) -> np.ndarray:
@@ -268,11 +318,16 @@ class Runtime:
         return freed
 
     def prepare_step(
-        self, slices: Sequence[Slice], known: Sequence[Sequence[int] | np.ndarray] | None = None
+        self,
+        slices: Sequence[Slice],
+        known: Sequence[Sequence[int] | np.ndarray] | None = None,
+        *,
+        shape: FixedShape | None = None,
     ) -> PreparedStep | None:
         """Reserve and clean the pages of one step and build its inputs; None is backpressure, and nothing changed.
 
         - `known[i]`: all tokens known of the request of `slices[i]`; by default those that `add` and the steps kept.
+        - `shape`: what to pad the step to; by default what `plane.shapes` says.
 
         Raises `InvalidInputError` naming the row of a slice past the known tokens or past the model's positions, and
         `UnsupportedError` for a batch that mixes prefill and decode if the backend does not declare `mixed`.
@@ -289,7 +344,7 @@ class Runtime:
                 f"longer ones. Schedule them apart.",
                 capability="mixed",
             )
-        table = self.plane.prepare(slices, self.runner.scrub, self.runner.copy)
+        table = self.plane.prepare(slices, self.runner.scrub, self.runner.copy, shape=shape)
         if table is None:
             return None
         packed = self.runner.pack([s.handle for s in slices], slices, known, table)
@@ -328,9 +383,13 @@ class Runtime:
         for s in prepared.slices:
             self.plane.truncate(s.handle, s.start)
 
-    def _advance(self, slices: list[Slice]) -> dict[Handle, Token]:
+    @property
+    def _pinned(self) -> PinnedShapes | None:
+        return self.plane.shapes if isinstance(self.plane.shapes, PinnedShapes) else None
+
+    def _advance(self, slices: list[Slice], shape: FixedShape | None) -> dict[Handle, Token]:
         """Run one step of requests that `add` opened, and append what it sampled to their tokens."""
-        prepared = self.prepare_step(slices)
+        prepared = self.prepare_step(slices, shape=shape)
         if prepared is None:
             raise PoolExhaustedError(shortage(self.plane, slices))
         sampled = {s.handle: t for s, t in zip(slices, self.run(prepared)) if t is not None}
@@ -343,7 +402,8 @@ class Runtime:
         slices: list[Slice] = []
         room = self.max_step_tokens
         for handle in pending:
-            count = min(self._uncached(handle), room)
+            left = self._uncached(handle)
+            count = left and chunk_tokens(left, room, 1 if self._pinned is None else 2)
             if not count:
                 continue
             if not self.runner.can_mix and slices and (count == 1) != (slices[0].num_tokens == 1):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paged.common.errors import InvalidInputError
-from paged.control import FixedShape, ShapeLadders
+from paged.control import FixedShape, PinnedShapes, ShapeLadders
 from paged.engine.params import GREEDY, NUM_WORDS, SamplingParams
 from paged.engine.runner import Packed
 from paged.engine.step import Program, pack_step
@@ -69,12 +69,13 @@ def warm_up(runtime: Runtime, params: Iterable[SamplingParams], *, strict: bool,
 
 def _rungs(runtime: Runtime) -> Iterator[FixedShape]:
     shapes = runtime.plane.shapes
-    if isinstance(shapes, ShapeLadders):
+    if isinstance(shapes, (PinnedShapes, ShapeLadders)):
         return shapes.rungs()
     if isinstance(shapes, FixedShape):
         return iter((shapes,))
     raise InvalidInputError(
-        f"warm_up: the shapes that {type(shapes).__name__} can give are not known. Use ShapeLadders or FixedShape."
+        f"warm_up: the shapes that {type(shapes).__name__} can give are not known. Use ShapeLadders, PinnedShapes or "
+        f"FixedShape."
     )
 
 

@@ -150,6 +150,7 @@ def test_verify_sees_a_sample_that_stands_aside_for_nobody():
     driver.submit_samples(PROMPT, 3, ["a", "b"])
     driver.step()
     family = driver._requests["a"].family
+    assert family is not None
     family.held.append(driver._requests["b"])
     driver.verify()
     family.leader = None
@@ -161,6 +162,8 @@ def test_counts_of_tokens_are_arrays_of_the_batch():
     driver, _ = make_driver(num_pages=40)
     driver.submit_samples(PROMPT, 3, ["a", "b"])
     first, second = driver.step(), driver.step()
+    assert first is not None
+    assert second is not None
     assert first.cached.tolist() == [0]
     assert (second.batch, second.cached.tolist()) == (("a", "b"), [10, 9])
     assert second.query_lens.dtype == np.int32

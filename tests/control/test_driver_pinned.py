@@ -2,7 +2,7 @@
 
 import pytest
 from driver_helpers import expected, make_driver, published, run
-from plane_helpers import make_namespace
+from plane_helpers import checked, make_namespace
 
 from paged.common import UnsupportedError
 from paged.control import PinnedShapes, Slice
@@ -41,15 +41,15 @@ def test_steps_have_the_shape_of_their_phase_and_phases_are_kept_apart(depth, mo
     monkeypatch.setattr(
         runner, "dispatch", lambda step: shapes.append((step.table.num_rows, step.table.num_tokens)) or dispatch(step)
     )
-    prompts = [[1], [2] * 9, [3, 3], [4] * 17]
-    for prompt in prompts:
-        driver.submit(prompt, 6, namespace=SPACE)
+    lengths = {0: 1, 1: 9, 2: 2, 3: 17, "x": 6, "y": 6}
+    for key in range(4):
+        driver.submit([key + 1] * lengths[key], 6, namespace=SPACE, request_id=key)
     driver.submit_samples([5] * 6, 4, ["x", "y"], namespace=SPACE)
     run(driver)
     assert driver.schedule == "prefill_first"
     assert set(shapes) == {(4, 8), (4, 4)}
     for step, shape in zip(runner.steps, shapes):
-        feeds_prompts = {start < len(prompts[i]) if i in range(4) else start < 6 for i, start, _ in step}
+        feeds_prompts = {start < lengths[key] for key, start, _ in step}
         assert feeds_prompts == {shape == (4, 8)}
 
 
@@ -98,5 +98,7 @@ def test_pinned_shapes_by_size():
     shapes = PinnedShapes.of(tokens_per_page=4, max_rows=3, max_tokens=8, max_kv_len=10)
     assert [s.listed_pages for s in shapes.rungs()] == [9, 9]
     plane = pinned()[0].plane
-    table = plane.prepare([Slice(plane.open(), 0, 1)], lambda pages: None)
+    handle = plane.open()
+    assert handle is not None
+    table = checked(plane.prepare([Slice(handle, 0, 1)], lambda pages: None))
     assert (table.num_rows, table.num_tokens, table.max_query_len) == (4, 4, 1)
