@@ -60,5 +60,5 @@ def test_the_command_says_paris():
     done = subprocess.run([*command, "--prompt", "The capital of France is"], **arguments)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
-    assert "loading weights: 11/11" in done.stderr
+    assert "loading weights: 8/8" in done.stderr
     assert "16 tokens in" in done.stderr
