@@ -20,8 +20,10 @@ NAMES = {
     "capacity": "requests at once against pool budget and length, paged beside dense",
     "control": "host cost of ControlPlane.prepare a step, beside vLLM's KVCacheManager",
     "driver": "host cost of Driver.step a step, with a runner that does nothing",
+    "offline": "tokens a second of a batch of prompts, beside vLLM on CPU",
     "prefix": "prefill tokens that a prefix cache avoids, two arms of one engine",
     "serving": "paged against a dense KV cache at equal budgets",
+    "simulation": "a cost model fitted from a measured run; a short trace simulated and measured",
 }
 """Benchmarks that `paged bench` runs, and what each measures."""
 

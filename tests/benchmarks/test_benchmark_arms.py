@@ -3,12 +3,18 @@
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from benchmarks import harness, prefix, serving, workload
 from benchmarks.dense import DenseEngine, run_all
+from benchmarks.offline import export
 from paged.common import AttentionSpec
+from paged.control import ControlPlane
+from paged.control.cost import CostModel
+from paged.control.simulate import simulate
 from paged.control.trace import Arrival
 from paged.models import DecoderConfig, random_decoder
+from paged.models.checkpoint import load_model
 
 TINY = DecoderConfig(
     vocab_size=96,
@@ -130,3 +136,28 @@ def test_a_pass_with_preemptions_tells_capacity_and_no_throughput():
     text = "\n".join(serving.lines({"rows": [row], "single_stream": single, "broken": []}))
     assert "capacity only, 7 preemptions" in text
     assert "throughput not told" in text
+
+
+def test_weights_for_the_other_arm_are_those_of_the_model(tmp_path):
+    model = random_decoder(TINY, jax.random.key(5))
+    export(model, tmp_path)
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(96)}, "0")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    again = load_model(tmp_path, dtype="float32").model
+    assert again.config.num_kv_heads == TINY.num_kv_heads
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(again), jax.tree.leaves(model))
+
+
+def test_simulated_and_measured_runs_of_one_trace_schedule_the_same_steps(arm, trace, prompts, monkeypatch):
+    """With all requests there from the start the schedule depends on no clock, so even step counts are equal."""
+    monkeypatch.setattr(arm.runtime.runner, "depth", 1)
+    measured = arm.run(trace, prompts, record=True)
+    plane = ControlPlane(arm.layout, max_requests=4, max_pages_per_request=10, shapes=arm.shapes)
+    told = simulate(trace, plane, CostModel(), max_step_tokens=16)
+    assert (told.counters.steps, told.counters.preemptions) == (measured.steps, measured.preemptions)
+    assert len(measured.samples) == measured.steps
+    assert sum(s["prefill_tokens"] + s["decode_rows"] for s in measured.samples) == (
+        told.counters.prefill_tokens + told.counters.decode_tokens
+    )
+    assert min(s["seconds"] for s in measured.samples) > 0
