@@ -57,7 +57,6 @@ class TritonInterpreter:
         files = sorted(p for p in self.directory.glob("*.py"))
         return {
             **self.vendor("provenance").describe(),
-            "compute_units": self.compute_units,
             "executor_sources": digest_files((p.name, p) for p in files),
         }
 

@@ -13,9 +13,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from conformance.case import Case
+from conformance.kits.findings import FINDINGS
 
 EXECUTING = ("native", "cpu-handlers", "triton-interpreter")
 EVERYWHERE = (*EXECUTING, "lowering-only")
+VENDOR = ("triton-interpreter",)
+"""Where the vendor's own kernels run without its device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +53,16 @@ class Kit:
 
 
 AITER = Kit(
-    modules=("conformance.kits.aiter.lowered",),
+    modules=("conformance.kits.aiter.lowered", "conformance.kits.aiter.vendor"),
     checks=(
         KitCheck("kit/lowering/contract", 0, "every call of a lowered step is by the contract, to the bit", EVERYWHERE),
         KitCheck("kit/lowering/donation", 0, "a lowered step donates its pool and aliases every append", EVERYWHERE),
         KitCheck("kit/lowering/sharding", 0, "a lowered step's calls get one device's heads, on 3 meshes", EVERYWHERE),
         KitCheck("kit/lowering/collectives", 0, "a lowered step has no collective", EVERYWHERE),
+        KitCheck("kit/vendor/semantics", 3, "the vendor's attention, unpatched, is attention within its bound", VENDOR),
+        KitCheck("kit/vendor/patches", 0, "the emulator's patches move no bit of float32 and float16", VENDOR),
+        KitCheck("kit/vendor/sharding", 4, "a step over 2 and 8 devices has the bits of one", VENDOR),
+        *(KitCheck(f"kit/finding/{n}", 0, f"the vendor's behaviour {n!r} is seen again", VENDOR) for n in FINDINGS),
     ),
 )
 KITS: Mapping[str, Kit] = {"aiter": AITER}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import re
@@ -22,8 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--environment", action="store_true", help="check versions and import the vendor's kernels")
     what.add_argument("--findings", action="store_true", help="list what was found about the vendor's kernels")
     what.add_argument("--finding", metavar="NAME", action="append", help="reproduce one; may be repeated")
+    what.add_argument("--matrix", action="store_true", help="attention against float64, without patches, as JSON")
     options = parser.parse_args(arguments)
     try:
+        if options.matrix:
+            return _matrix()
         return _environment() if options.environment else _findings(options.finding)
     except emulator.MissingPackageError as error:
         parser.exit(2, f"{error}\n")
@@ -55,6 +59,14 @@ def pinned() -> list[tuple[str, str, str]]:
                 version = "nothing"
             out.append((found.group(1), found.group(2), version))
     return out
+
+
+def _matrix() -> int:
+    emulator.start(bfloat16=False)
+    from . import matrix
+
+    print(json.dumps([dataclasses.asdict(outcome) for outcome in matrix.run()]))
+    return 0
 
 
 def _findings(names: Sequence[str] | None) -> int:

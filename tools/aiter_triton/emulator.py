@@ -63,20 +63,20 @@ class _Properties:
 _started: dict[str, Any] = {}
 
 
-def start(*, compute_units: int = COMPUTE_UNITS, bfloat16: bool = True) -> None:
-    """Prepare this process; again with the same arguments is a no-op, with others an error.
+def start(*, compute_units: int | None = None, bfloat16: bool | None = None) -> None:
+    """Prepare this process; again, it is started already, and only what is given is looked at.
 
-    - `compute_units`: what the vendor's heuristics are told; see `set_compute_units`.
-    - `bfloat16`: install the emulator's patches (`patches.PATCHES`). Without them bfloat16 is wrong; float32 and
-      float16 need none.
+    - `compute_units`: what the vendor's heuristics are told; see `set_compute_units`. By default `COMPUTE_UNITS`.
+    - `bfloat16`: install the emulator's patches (`patches.PATCHES`), the default. Without them bfloat16 is wrong;
+      float32 and float16 need none. It cannot be changed later.
 
     Raises `MissingPackageError` with the name of what is not installed.
     """
-    wanted = {"bfloat16": bfloat16}
     if _started:
-        if _started != wanted:
-            raise RuntimeError(f"the emulator was started with {_started}; {wanted} needs a process of its own.")
-        set_compute_units(compute_units)
+        if bfloat16 not in (None, _started["bfloat16"]):
+            raise RuntimeError(f"the emulator was started with {_started}; the other way needs a process of its own.")
+        if compute_units is not None:
+            set_compute_units(compute_units)
         return
     for name, package in (("torch", "torch"), ("triton", "triton"), ("aiter", "amd-aiter"), ("packaging", "packaging")):
         if importlib.util.find_spec(name) is None:
@@ -95,20 +95,26 @@ def start(*, compute_units: int = COMPUTE_UNITS, bfloat16: bool = True) -> None:
     triton.runtime.driver.set_active(driver)
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: 0
-    set_compute_units(compute_units)
-    if bfloat16:
+    set_compute_units(compute_units or COMPUTE_UNITS)
+    _started["bfloat16"] = bfloat16 is not False
+    if _started["bfloat16"]:
         from . import patches
 
         patches.install()
-    _started.update(wanted)
 
 
 def set_compute_units(count: int) -> None:
     """What the vendor's heuristics are told from now on: 304 for an MI300X, 38 for one of its eight partitions."""
     import torch
 
+    _started["compute_units"] = count
     properties = _Properties(count)
     torch.cuda.get_device_properties = lambda *_, **__: properties
+
+
+def compute_units() -> int:
+    """What they are told now."""
+    return _started.get("compute_units", COMPUTE_UNITS)
 
 
 def _bare_package() -> None:

@@ -174,6 +174,7 @@ def batch_composition() -> Evidence:
 def segments_follow_heads() -> Evidence:
     heads, query_lens, kv_lens = 2, [1] * 5, [300, 1, 1, 1, 1]
     problem = make(query_lens, kv_lens, heads=heads, kv_heads=heads)
+    before = emulator.compute_units()
     emulator.set_compute_units(38)  # one of an MI300X's eight partitions
     try:
         whole = problem.run(max_kv_len=LONG)
@@ -183,7 +184,7 @@ def segments_follow_heads() -> Evidence:
             parts |= {n: getattr(problem, n)[:, :, [head]].contiguous() for n in ("key_pool", "value_pool")}
             shards.append(dataclasses.replace(problem, **parts).run(max_kv_len=LONG))
     finally:
-        emulator.set_compute_units(emulator.COMPUTE_UNITS)
+        emulator.set_compute_units(before)
     moved = int((torch.cat(shards, 1) != whole).sum())
     return Evidence(
         moved > 0 and worst(problem, whole) < 1e-5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -34,12 +35,24 @@ def describe() -> dict[str, Any]:
         "packages": versions(),
         "python": platform.python_version(),
         "sources": {f"{m}.py": f"sha256:{digest_of(folder / f'{m}.py')}" for m in MODULES},
+        "as_shipped": not changed(),
         "interpreter": f"sha256:{digest_of(interpreter_source())}",
         "targets": dict(targets.SERVES),
         "attribute_widths": "not checked: handlers are Python functions",
-        "compute_units": emulator.COMPUTE_UNITS,
+        "compute_units": emulator.compute_units(),
         "patches": {p.name: p.reason for p in patches.PATCHES},
     }
+
+
+def changed() -> list[str]:
+    """Those of `MODULES` whose digest is not the one that the installed wheel's RECORD has."""
+    recorded = {str(f): f.hash.value for f in importlib.metadata.files("amd-aiter") or () if f.hash is not None}
+    out = []
+    for module in MODULES:
+        digest = hashlib.sha256((vendor_folder() / f"{module}.py").read_bytes()).digest()
+        if recorded.get(f"aiter/ops/triton/{module}.py") != base64.urlsafe_b64encode(digest).rstrip(b"=").decode():
+            out.append(module)
+    return out
 
 
 def versions() -> dict[str, str]:

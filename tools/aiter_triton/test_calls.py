@@ -1,0 +1,122 @@
+"""The handlers: what they refuse, what they leave alone, and that one launch is under way at a time."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from aiter_triton import kernels
+from conformance import execute
+from conformance.catalogue import load
+from conformance.kits.aiter.lowered import sharding_over
+from paged.backends.aiter import contract, ops
+from paged.backends.protocol import KvArrays
+
+
+@pytest.fixture(autouse=True)
+def started(executor):
+    return executor
+
+
+def pool(dtype=jnp.float16):
+    shape = (4, 16, 1, 16)
+    return KvArrays(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def appended(held, tokens, slots):
+    new = jnp.arange(1.0, tokens * 16 + 1, dtype=held.keys.dtype).reshape(tokens, 1, 16)
+    run = jax.jit(ops.append, donate_argnums=0)
+    return new, run(held, new, -new, jnp.asarray(slots, jnp.int32))
+
+
+def test_append_writes_in_place_and_skips_negative_slots():
+    held = pool()
+    before = [array.unsafe_buffer_pointer() for array in (held.keys, held.values)]
+    new, after = appended(held, 3, [17, -1, 63])
+    assert [array.unsafe_buffer_pointer() for array in (after.keys, after.values)] == before
+    want = np.zeros((64, 16), np.float16)
+    want[[17, 63]] = np.asarray(new)[[0, 2], 0]
+    np.testing.assert_array_equal(np.asarray(after.keys).reshape(64, 16), want)
+    np.testing.assert_array_equal(np.asarray(after.values).reshape(64, 16), -want)
+
+
+def test_a_step_without_tokens_writes_nothing():
+    _, after = appended(pool(), 0, np.zeros(0, np.int32))
+    assert not np.asarray(after.keys).any()
+
+
+def test_subnormal_words_are_moved_although_xla_flushes_them():
+    held = pool(jnp.bfloat16)
+    words = np.full((1, 1, 16), 0x0001, np.uint16)
+    run = jax.jit(ops.append, donate_argnums=0)
+    new = jnp.asarray(words.view(jnp.bfloat16))
+    after = run(held, new, new, jnp.asarray([5], jnp.int32))
+    for array in (after.keys, after.values):
+        np.testing.assert_array_equal(np.asarray(array)[0, 5].view(np.uint16), words[0])
+
+
+def test_a_pool_that_is_not_aliased_is_refused():
+    held, one = pool(), jnp.ones(1, jnp.float32)
+    new, slots = jnp.ones((1, 1, 16), jnp.float16), jnp.zeros(1, jnp.int32)
+    results = (jax.ShapeDtypeStruct(held.keys.shape, held.keys.dtype),) * 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not aliased to its result: donate it"):
+        jax.block_until_ready(
+            jax.ffi.ffi_call("AppendKvJA", results)(
+                new, new, slots, one, one, held.keys, held.values, kv_cache_dtype="auto"
+            )
+        )
+
+
+def prefill(**changes):
+    held, query = pool(), jnp.ones((2, 1, 16), jnp.float16)
+    attributes = {
+        "scale": 1.0, "logits_soft_cap": 0.0, "max_seqlen_q": 2, "max_seqlen_k": 2, "causal": True,
+        "window_size_left": -1, "window_size_right": -1,
+    }  # fmt: skip
+    offsets = jnp.asarray([0, 2], jnp.int32)
+    lists = (jnp.asarray([0, 1], jnp.int32), jnp.asarray([1, 0], jnp.int32), jnp.asarray([2], jnp.int32))
+    operands = (query, held.keys, held.values, offsets, *lists)
+    return jax.block_until_ready(ops.call(contract.PREFILL, (query,), operands, **{**attributes, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap is 30.0"),
+        ({"causal": False}, "got causal False"),
+        ({"window_size_left": 3, "window_size_right": 1}, r"the window \(3, 1\)"),
+    ],
+)
+def test_options_that_the_kernel_has_not_are_refused(changes, words):
+    prefill()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        prefill(**changes)
+
+
+def test_a_workspace_that_is_too_small_is_refused():
+    held, query = pool(), jnp.ones((1, 1, 16), jnp.float16)
+    lists = (jnp.asarray([0, 1], jnp.int32), jnp.asarray([1], jnp.int32), jnp.asarray([2], jnp.int32))
+    attributes = {"scale": 1.0, "max_num_partitions": 2, "func_name": ""}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the workspace has 8 bytes, 80 are needed"):
+        jax.block_until_ready(ops.decode(query, held, lists, workspace_bytes=8, attributes=attributes))
+
+
+def test_devices_call_at_once_and_launches_take_turns(session, monkeypatch):
+    attend, threads, inside, most = kernels.attend, set(), [], []
+
+    def watched(*given, **options):
+        threads.add(threading.get_ident())
+        with kernels.launching():
+            inside.append(1)
+            most.append(len(inside))
+            attend(*given, **options)
+            inside.pop()
+
+    monkeypatch.setattr(kernels, "attend", watched)
+    problem = session.vector(load().case("sharded/address/d128/tensor8")).problem
+    execute.attend(session.backend, problem, sharding=sharding_over({"tensor": 8}, ("tensor",)))
+    assert len(most) == 8
+    assert max(most) == 1
+    assert len(threads) > 1
