@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from aiter_triton import kernels
 from conformance import execute
@@ -120,3 +121,10 @@ def test_devices_call_at_once_and_launches_take_turns(session, monkeypatch):
     assert len(most) == 8
     assert max(most) == 1
     assert len(threads) > 1
+
+
+def test_a_block_table_is_a_tile_wider_than_its_rows():
+    """What the kernel loads past a row's pages must be there (finding `block-table-overread`)."""
+    offsets, ids = torch.tensor([0, 3, 4]), torch.tensor([7, 5, 6, 9], dtype=torch.int32)
+    table = kernels.table_of(offsets, ids, 16)
+    assert table.tolist() == [[7, 5, 6, 0, 0, 0, 0], [9, 0, 0, 0, 0, 0, 0]]
