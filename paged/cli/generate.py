@@ -1,4 +1,4 @@
-"""`paged generate`: continue prompts greedily with a model on pages."""
+"""`paged generate`: continue prompts with a model on pages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paged.cli.arguments import count, nonnegative
@@ -16,12 +19,17 @@ from paged.cli.arguments import count, nonnegative
 if TYPE_CHECKING:
     from paged.backends.sharding import KvSharding
     from paged.cli.progress import Progress
-    from paged.engine import Completion, Generator
+    from paged.engine import BatchProgress, CompletionOutput, Delta, OfflineEngine, SamplingParams
     from paged.models.checkpoint import LoadedModel
 
 EXIT_ERROR = 2
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _FEWEST_PAGES = 64
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+class Terminated(BaseException):
+    """The process was asked to end (SIGTERM)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,24 +46,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--pages", type=count, metavar="N", help="pages of the pool (a power of two they fit in)")
     size.add_argument("--memory", type=_bytes, metavar="BYTES", help="of each device for the pool, e.g. 512MiB")
-    add("--max-requests", type=count, metavar="N", help="prompts that run at once (all, up to 32)")
+    add("--max-requests", type=count, metavar="N", help="samples that run at once (all, up to 32)")
     add("--step-tokens", type=count, default=256, metavar="N", help="longest step; longer prompts run in chunks (256)")
-    add("--ignore-eos", action="store_true", help="go on past the end of the text")
-    add("--top-logprobs", type=nonnegative, default=0, metavar="N", help="likeliest tokens to report with --json")
-    add("--json", action="store_true", help="print prompt ids, token ids and log probabilities as JSON")
-    add("--quiet", action="store_true", help="no progress on stderr")
+    choose = parser.add_argument_group("choice of tokens").add_argument
+    choose("--temperature", type=_number, default=0.0, metavar="T", help="0 takes the likeliest token (0)")
+    choose("--top-k", type=nonnegative, default=0, metavar="K", help="only the K likeliest; 0 for all (0)")
+    choose("--top-p", type=_number, default=1.0, metavar="P", help="only the likeliest that together reach P (1)")
+    choose("--min-p", type=_number, default=0.0, metavar="P", help="only those P times as likely as the likeliest (0)")
+    choose("--seed", type=nonnegative, metavar="N", help="draw the same tokens again (a fresh one)")
+    choose("-n", "--samples", type=count, default=1, metavar="N", help="samples of each prompt (1)")
+    choose("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    choose("--ignore-eos", action="store_true", help="go on past the end of the text")
+    choose("--invariant", action="store_true", help="tokens that neighbours in the batch cannot move; slower")
+    choose("--prefix-cache", action="store_true", help="compute what prompts begin with in common once")
+    show = parser.add_argument_group("output").add_argument
+    show("--top-logprobs", type=nonnegative, default=0, metavar="N", help="likeliest tokens, with --json")
+    show("--prompt-logprobs", type=nonnegative, metavar="N", help="scores of the prompt's tokens, with --json")
+    show("--json", action="store_true", help="print prompt ids, token ids and log probabilities as JSON")
+    show("--stream", action="store_true", help="print each piece as it comes, as a line of JSON")
+    show("--trace", action="store_true", help="say on stderr how host and device shared the time")
+    show("--quiet", action="store_true", help="no progress on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0, or 2 for what `paged.cli.main` reports in one line."""
+    """Exit status: 0; 2 for what `paged.cli.main` reports in one line; 130 after Ctrl-C and 143 after SIGTERM.
+
+    What was done by then is printed, and stderr says what was not."""
     from paged.cli.progress import Progress
 
     progress = Progress(quiet=args.quiet)
     try:
-        return _run(args, progress)
+        with _terminable():
+            return _run(args, progress)
     except KeyboardInterrupt:
         progress.say("interrupted")
         raise
+    except Terminated:
+        progress.say("terminated")
+        return EXIT_TERMINATED
     except BrokenPipeError:
         # The reader of our output went away: nothing is left to say, and the interpreter must not try at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -70,9 +98,27 @@ def _run(args: argparse.Namespace, progress: Progress) -> int:
     for i, prompt in enumerate(args.prompt):
         if not prompt:
             raise InvalidInputError(f"prompt {i} is empty: there is nothing to continue from. Give some text.")
+    if args.stream and args.json:
+        raise InvalidInputError("--stream prints pieces and --json whole completions; give one of the two.")
     sharding = _sharding(args.tensor_parallel)
+    from paged.engine import SamplingParams
+    from paged.engine.compile_cache import use_compile_cache
     from paged.models.checkpoint import load_model
 
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        n=args.samples,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+        logprobs=args.top_logprobs,
+        prompt_logprobs=args.prompt_logprobs,
+    )
+    use_compile_cache()
     started = time.perf_counter()
     loaded = load_model(
         args.model,
@@ -81,39 +127,98 @@ def _run(args: argparse.Namespace, progress: Progress) -> int:
         progress=lambda name, done, total: progress.update("loading weights", done, total, name),
     )
     progress.say(f"loaded {args.model} in {time.perf_counter() - started:.1f} s")
-    generator = _generator(args, loaded, sharding)
-    streaming = len(args.prompt) == 1 and not args.json
-
-    def on_token(_index: int, _token: Any, piece: str) -> None:
-        if streaming:
-            progress.clear()
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-
-    def on_chunk(done: int, total: int) -> None:
-        if total > args.step_tokens:
-            progress.update("prompt tokens", done, total)
-
+    engine = _engine(args, params, loaded, sharding)
     started = time.perf_counter()
-    completions = generator.generate(
-        args.prompt,
-        max_tokens=args.max_tokens,
-        eos=() if args.ignore_eos else None,
-        on_token=on_token,
-        on_chunk=on_chunk,
-    )
+    try:
+        outputs = _generate(args, params, engine, progress)
+    except (KeyboardInterrupt, Terminated) as stopped:
+        progress.clear()
+        if engine.interruption is not None:
+            _print(args, engine.interruption.outputs)
+            print(f"paged generate: stopped: {engine.interruption}", file=sys.stderr)
+        if isinstance(stopped, KeyboardInterrupt):
+            return EXIT_INTERRUPTED
+        return EXIT_TERMINATED
     seconds = time.perf_counter() - started
     progress.clear()
+    _print(args, outputs)
+    generated = sum(len(o.token_ids) for o in outputs)
+    progress.say(f"{generated} tokens in {seconds:.1f} s, compilation included")
+    if args.trace:
+        from paged.engine import Overlap
+
+        print("\n".join(Overlap.of(engine.trace()).lines()), file=sys.stderr)
+    return 0
+
+
+def _generate(
+    args: argparse.Namespace, params: SamplingParams, engine: OfflineEngine, progress: Progress
+) -> list[CompletionOutput]:
+    total = engine.check(args.prompt, params)
+    plain = _streams_text(args)
+    finished = 0
+
+    def on_delta(delta: Delta) -> None:
+        if plain:
+            progress.clear()
+            sys.stdout.write(delta.text)
+        elif args.stream:
+            progress.clear()
+            print(json.dumps(_piece(delta), ensure_ascii=False, allow_nan=False))
+        sys.stdout.flush()
+
+    def on_step(done: BatchProgress) -> None:
+        nonlocal finished
+        if total > args.step_tokens and done.prompt_tokens < total:
+            progress.update("prompt tokens", done.prompt_tokens, total)
+        elif done.finished > finished and done.total > 1:
+            finished = done.finished
+            progress.update("completions", finished, done.total)
+
+    return engine.batch_inference(args.prompt, params, on_delta=on_delta, on_step=on_step)
+
+
+def _streams_text(args: argparse.Namespace) -> bool:
+    return len(args.prompt) == args.samples == 1 and not (args.json or args.stream)
+
+
+def _piece(delta: Delta) -> dict[str, Any]:
+    token = None if delta.token is None else delta.token.id
+    piece = {"prompt": delta.request, "sample": delta.sample, "token_id": token, "text": delta.text}
+    return piece | {"finish_reason": delta.finish_reason}
+
+
+def _print(args: argparse.Namespace, outputs: Sequence[CompletionOutput]) -> None:
+    """What is not printed yet. A completion that was stopped is marked as such."""
+    if args.stream:
+        return
     if args.json:
-        print(json.dumps(_document(args, completions), ensure_ascii=False, allow_nan=False))
-    elif streaming:
+        print(json.dumps(_document(args, outputs), ensure_ascii=False, allow_nan=False))
+    elif _streams_text(args):
         print()
     else:
-        for i, (prompt, completion) in enumerate(zip(args.prompt, completions)):
-            print(f"--- {i}: {prompt}\n{completion.text}")
-    generated = sum(len(c.token_ids) for c in completions)
-    progress.say(f"{generated} tokens in {seconds:.1f} s, compilation included")
-    return 0
+        for output in outputs:
+            number = f"{output.request}" + (f".{output.sample}" if args.samples > 1 else "")
+            stopped = " (stopped)" if output.finish_reason == "abort" else ""
+            print(f"--- {number}{stopped}: {args.prompt[output.request]}\n{output.text}")
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM raises `Terminated` in here, so that what is done can be said."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _sharding(shards: int) -> KvSharding | None:
@@ -136,42 +241,62 @@ def _sharding(shards: int) -> KvSharding | None:
     return KvSharding(jax.sharding.Mesh(np.array(devices[:shards]), ("tensor",)), ("tensor",))
 
 
-def _generator(args: argparse.Namespace, loaded: LoadedModel, sharding: KvSharding | None) -> Generator:
+def _engine(
+    args: argparse.Namespace, params: SamplingParams, loaded: LoadedModel, sharding: KvSharding | None
+) -> OfflineEngine:
     from paged.common.page_table import pages_for
-    from paged.engine import Generator
+    from paged.engine import OfflineEngine
 
-    rows = args.max_requests or min(len(args.prompt), 32)
+    rows = args.max_requests or min(len(args.prompt) * args.samples, 32)
     pages = args.pages
     if pages is None and args.memory is None:
         limit = loaded.config.max_positions
         tokens = [min(len(loaded.tokenizer.encode(p)) + args.max_tokens, limit) for p in args.prompt]
         need = sorted((pages_for(t, args.tokens_per_page) for t in tokens), reverse=True)
+        need = [each for each in need for _ in range(args.samples)]
         # A program is compiled for each pool size, so sizes are few: what earlier runs compiled may be cached.
         pages = max(_FEWEST_PAGES, 1 << sum(need[:rows]).bit_length())
-    return Generator(
+    return OfflineEngine(
         loaded.model,
         loaded.tokenizer,
         args.backend,
+        invariant=args.invariant,
+        prefix_cache=args.prefix_cache,
+        max_logprobs=params.num_top,
         num_pages=pages,
         memory_bytes=args.memory,
         tokens_per_page=args.tokens_per_page,
         max_requests=rows,
         max_step_tokens=args.step_tokens,
         kv_dtype=args.kv_dtype,
-        num_top=args.top_logprobs,
         sharding=sharding,
+        fingerprint=loaded.fingerprint,
     )
 
 
-def _document(args: argparse.Namespace, completions: list[Completion]) -> dict[str, Any]:
+def _document(args: argparse.Namespace, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
     entries = []
-    for prompt, c in zip(args.prompt, completions):
-        entry: dict[str, Any] = {"prompt": prompt, "prompt_ids": c.prompt_ids, "text": c.text}
-        entry |= {"token_ids": c.token_ids, "logprobs": c.logprobs, "finish_reason": c.finish_reason}
+    for o in outputs:
+        entry: dict[str, Any] = {"prompt": args.prompt[o.request], "prompt_ids": o.prompt_ids, "text": o.text}
+        entry |= {"token_ids": o.token_ids, "logprobs": o.logprobs, "finish_reason": o.finish_reason}
+        if args.samples > 1:
+            entry["sample"] = o.sample
+        if o.seed is not None:
+            entry["seed"] = o.seed
         if args.top_logprobs:
-            entry["top_logprobs"] = c.top_logprobs
+            entry["top_logprobs"] = o.top_logprobs
+        if o.prompt_logprobs is not None:
+            scored = [token and {"logprob": token.logprob, "top": token.top} for token in o.prompt_logprobs]
+            entry["prompt_logprobs"] = scored
         entries.append(entry)
     return {"model": args.model, "backend": args.backend, "dtype": args.dtype, "completions": entries}
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
 def _bytes(text: str) -> int:

@@ -3,6 +3,8 @@
 import importlib.util
 import io
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -13,6 +15,11 @@ from paged import cli
 from paged.cli import generate, progress
 from paged.cli.progress import Progress
 from paged.models import random_decoder
+
+
+@pytest.fixture(autouse=True)
+def no_programs_on_disk(monkeypatch):
+    monkeypatch.setenv("PAGED_COMPILE_CACHE", "off")
 
 
 def status(*arguments):
@@ -52,6 +59,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(capsys, mo
         (["--tokens-per-page", "-1"], "argument --tokens-per-page: must be a whole number, got '-1'"),
         (["--memory", "many"], "argument --memory: must be bytes, such as 512MiB or 2GB, got 'many'"),
         (["--memory", "1GB", "--pages", "7"], "argument --pages: not allowed with argument --memory"),
+        (["--temperature", "warm"], "argument --temperature: must be a number, got 'warm'"),
         (["--top-logprobs", "x"], "argument --top-logprobs: must be a whole number, got 'x'"),
     ],
 )
@@ -114,6 +122,83 @@ def test_json_has_ids_and_log_probabilities_and_texts_are_those_printed(capsys, 
     assert capsys.readouterr().out == f"--- 0: hello\n{texts[0]}\n--- 1: what?\n{texts[1]}\n"
     assert status(*base, "--prompt", "hello", "--tensor-parallel", "2") == 0
     assert capsys.readouterr().out == f"{texts[0]}\n"
+
+
+SAMPLED = [
+    "--max-tokens",
+    "6",
+    "--ignore-eos",
+    "--temperature",
+    "1.5",
+    "--top-k",
+    "50",
+    "--top-p",
+    "0.95",
+    "--min-p",
+    "0.01",
+]
+
+
+def test_samples_have_numbers_and_repeat_with_their_seed(capsys, directory):
+    base = ["--model", directory, "--quiet", "--prompt", "hello", "--prompt", "what?", *SAMPLED]
+    assert status(*base, "-n", "2", "--json", "--prompt-logprobs", "1") == 0
+    first = json.loads(capsys.readouterr().out)["completions"]
+    assert [(c["prompt"], c["sample"]) for c in first] == [("hello", 0), ("hello", 1), ("what?", 0), ("what?", 1)]
+    assert first[0]["token_ids"] != first[1]["token_ids"]
+    assert first[0]["prompt_logprobs"][0] is None
+    assert len(first[0]["prompt_logprobs"]) == len(first[0]["prompt_ids"])
+    assert set(first[0]["prompt_logprobs"][1]) == {"logprob", "top"}
+    assert status(*base, "-n", "2", "--seed", str(first[0]["seed"])) == 0
+    lines = capsys.readouterr().out
+    assert lines.startswith(f"--- 0.0: hello\n{first[0]['text']}\n--- 0.1: hello\n{first[1]['text']}\n--- 1.0: what?\n")
+
+
+def test_a_stream_is_a_line_of_json_for_each_piece_and_ends_before_the_stop_text(capsys, directory):
+    base = ["--model", directory, "--quiet", "--prompt", "hello", "--max-tokens", "6", "--ignore-eos"]
+    assert status(*base) == 0
+    text = capsys.readouterr().out.rstrip("\n")
+    assert status(*base, "--prompt", "what?", "--stream", "--stop", text[3]) == 0
+    pieces = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    mine = [piece for piece in pieces if piece["prompt"] == 0]
+    assert "".join(piece["text"] for piece in mine) == text[: text.index(text[3])]
+    assert [piece["finish_reason"] for piece in mine][-1] == "stop"
+    assert {piece["prompt"] for piece in pieces} == {0, 1}
+    assert status(*base, "--stream", "--json") == 2
+    assert "give one of the two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_batch_that_is_stopped_prints_what_is_done_and_says_what_is_not(capsys, monkeypatch, directory, kind, code):
+    from paged.engine import DeviceRunner
+
+    collect, calls = DeviceRunner.collect, []
+
+    def stopping(self, ticket):
+        calls.append(ticket)
+        if len(calls) == 5:
+            os.kill(os.getpid(), getattr(signal, kind))
+        return collect(self, ticket)
+
+    base = ["--model", directory, "--prompt", "hello", "--prompt", "what?", "--max-tokens", "3", "--ignore-eos"]
+    assert status(*base, "--quiet") == 0
+    whole = capsys.readouterr().out.split("--- 1: what?\n")[0]
+    monkeypatch.setattr(DeviceRunner, "collect", stopping)
+    before = signal.getsignal(signal.SIGTERM)
+    assert status(*base, "--max-requests", "1", "--quiet") == code
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{whole}--- 1 (stopped): what?\n")
+    assert err == (
+        "paged generate: stopped: 1 of 2 completions are done (prompt 0), 1 are not: 1 had begun, 1 tokens in all "
+        "(prompt 1), and 0 had no token yet (none)\n"
+    )
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_trace_says_how_long_the_device_waited(capsys, directory):
+    assert status("--model", directory, "--prompt", "hello", "--max-tokens", "3", "--quiet", "--trace") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("µs")
+    assert lines[1].startswith("the device waited for the host at most ")
 
 
 def test_a_long_prompt_shows_its_chunks(capsys, directory):
