@@ -104,7 +104,7 @@ def directory(tmp_path_factory):
 def test_json_has_ids_and_log_probabilities_and_texts_are_those_printed(capsys, directory):
     base = ["--model", directory, "--max-tokens", "5", "--ignore-eos", "--quiet"]
     both = ["--prompt", "hello", "--prompt", "what?"]
-    assert status(*base, *both, "--json", "--top-logprobs", "1") == 0
+    assert status(*base, *both, "--json", "--top-logprobs", "1", "--prompt-logprobs", "1") == 0
     out, err = capsys.readouterr()
     assert err == ""
     document = json.loads(out)
@@ -117,6 +117,9 @@ def test_json_has_ids_and_log_probabilities_and_texts_are_those_printed(capsys, 
         assert [top for (top,) in completion["top_logprobs"]] == tops
         assert len(tops) == 5
         assert all(logprob < 0 for _, logprob in tops)
+        assert completion["prompt_logprobs"][0] is None
+        assert len(completion["prompt_logprobs"]) == len(completion["prompt_ids"])
+        assert set(completion["prompt_logprobs"][1]) == {"logprob", "top"}
     texts = [c["text"] for c in document["completions"]]
     assert status(*base, *both, "--top-logprobs", "1") == 0
     assert capsys.readouterr().out == f"--- 0: hello\n{texts[0]}\n--- 1: what?\n{texts[1]}\n"
@@ -124,37 +127,23 @@ def test_json_has_ids_and_log_probabilities_and_texts_are_those_printed(capsys, 
     assert capsys.readouterr().out == f"{texts[0]}\n"
 
 
-SAMPLED = [
-    "--max-tokens",
-    "6",
-    "--ignore-eos",
-    "--temperature",
-    "1.5",
-    "--top-k",
-    "50",
-    "--top-p",
-    "0.95",
-    "--min-p",
-    "0.01",
-]
+TWO = ["--max-requests", "2", "--ignore-eos", "--quiet"]  # one shape for all, so that programs are few
+SAMPLED = ["--max-tokens", "6", "--temperature", "1.5", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01"]
 
 
 def test_samples_have_numbers_and_repeat_with_their_seed(capsys, directory):
-    base = ["--model", directory, "--quiet", "--prompt", "hello", "--prompt", "what?", *SAMPLED]
-    assert status(*base, "-n", "2", "--json", "--prompt-logprobs", "1") == 0
+    base = ["--model", directory, "--prompt", "hello", "--prompt", "what?", *TWO, *SAMPLED]
+    assert status(*base, "-n", "2", "--json") == 0
     first = json.loads(capsys.readouterr().out)["completions"]
     assert [(c["prompt"], c["sample"]) for c in first] == [("hello", 0), ("hello", 1), ("what?", 0), ("what?", 1)]
     assert first[0]["token_ids"] != first[1]["token_ids"]
-    assert first[0]["prompt_logprobs"][0] is None
-    assert len(first[0]["prompt_logprobs"]) == len(first[0]["prompt_ids"])
-    assert set(first[0]["prompt_logprobs"][1]) == {"logprob", "top"}
     assert status(*base, "-n", "2", "--seed", str(first[0]["seed"])) == 0
     lines = capsys.readouterr().out
     assert lines.startswith(f"--- 0.0: hello\n{first[0]['text']}\n--- 0.1: hello\n{first[1]['text']}\n--- 1.0: what?\n")
 
 
 def test_a_stream_is_a_line_of_json_for_each_piece_and_ends_before_the_stop_text(capsys, directory):
-    base = ["--model", directory, "--quiet", "--prompt", "hello", "--max-tokens", "6", "--ignore-eos"]
+    base = ["--model", directory, "--prompt", "hello", "--max-tokens", "6", *TWO]
     assert status(*base) == 0
     text = capsys.readouterr().out.rstrip("\n")
     assert status(*base, "--prompt", "what?", "--stream", "--stop", text[3]) == 0
@@ -179,23 +168,24 @@ def test_a_batch_that_is_stopped_prints_what_is_done_and_says_what_is_not(capsys
             os.kill(os.getpid(), getattr(signal, kind))
         return collect(self, ticket)
 
-    base = ["--model", directory, "--prompt", "hello", "--prompt", "what?", "--max-tokens", "3", "--ignore-eos"]
-    assert status(*base, "--quiet") == 0
-    whole = capsys.readouterr().out.split("--- 1: what?\n")[0]
+    prompts = ["--prompt", "hello", "--prompt", "what?", "--prompt", "why"]
+    base = ["--model", directory, *prompts, "--max-tokens", "3", *TWO]
+    assert status(*base) == 0
+    whole = capsys.readouterr().out.split("--- 2: why\n")[0]
     monkeypatch.setattr(DeviceRunner, "collect", stopping)
     before = signal.getsignal(signal.SIGTERM)
-    assert status(*base, "--max-requests", "1", "--quiet") == code
+    assert status(*base) == code
     out, err = capsys.readouterr()
-    assert out.startswith(f"{whole}--- 1 (stopped): what?\n")
+    assert out.startswith(f"{whole}--- 2 (stopped): why\n")
     assert err == (
-        "paged generate: stopped: 1 of 2 completions are done (prompt 0), 1 are not: 1 had begun, 1 tokens in all "
-        "(prompt 1), and 0 had no token yet (none)\n"
+        "paged generate: stopped: 2 of 3 completions are done (prompt 0, 1), 1 are not: 1 had begun, 1 tokens in all "
+        "(prompt 2), and 0 had no token yet (none)\n"
     )
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_trace_says_how_long_the_device_waited(capsys, directory):
-    assert status("--model", directory, "--prompt", "hello", "--max-tokens", "3", "--quiet", "--trace") == 0
+    assert status("--model", directory, "--prompt", "hello", "--max-tokens", "3", "--trace", *TWO) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("µs")
     assert lines[1].startswith("the device waited for the host at most ")
@@ -205,7 +195,7 @@ def test_a_long_prompt_shows_its_chunks(capsys, directory):
     arguments = ["--prompt", "h" * 40, "--max-tokens", "1", "--step-tokens", "16"]
     assert status("--model", directory, *arguments) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert "loading weights: 12/12 head" in lines
+    assert "loading weights: 9/9 head" in lines
     assert "prompt tokens: 16/40" in lines
     assert lines[-1].startswith("1 tokens in")
 

@@ -18,7 +18,7 @@ RANDOM = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=1.3, top_
 @pytest.fixture(scope="module")
 def make_engine(tiny):
     def make(model=None, **options):
-        base = {"num_pages": 65, "tokens_per_page": 4, "max_requests": 4, "max_step_tokens": 16, "poison_freed": True}
+        base = {"num_pages": 41, "tokens_per_page": 4, "max_requests": 4, "max_step_tokens": 16, "poison_freed": True}
         return OfflineEngine(tiny() if model is None else model, **{**base, **options})
 
     return make
@@ -91,18 +91,18 @@ def test_scenario_b2_a_warm_prefix_gives_the_bits_of_a_cold_one(invariant, promp
     assert_nothing_left(invariant)
 
 
-def test_samples_that_fork_have_the_bits_of_samples_alone(invariant, make_engine, prompts, alone):
-    params = dataclasses.replace(RANDOM, n=4)
+def test_samples_that_fork_have_the_bits_of_samples_alone(invariant, prompts, alone):
+    params = dataclasses.replace(RANDOM, n=3)
     outputs = invariant.batch_inference([prompts[5]], params)
     assert bits(outputs[0]) == alone[5, RANDOM]
-    assert len({o.token_ids for o in outputs}) == 4
+    assert len({o.token_ids for o in outputs}) == 3
     assert invariant.driver.counters.forked_tokens > 0
-    # Two rows: the third and fourth sample come when there is room, whoever there is to fork from.
-    narrow = make_engine(invariant=True, max_requests=2)
-    assert [o.token_ids for o in narrow.batch_inference([prompts[5], prompts[1]], [params, GREEDY])[:4]] == [
-        o.token_ids for o in outputs
-    ]
-    assert_nothing_left(narrow)
+    # Seven samples and a neighbour on four rows: they come when there is room, whoever there is to fork from.
+    params = dataclasses.replace(RANDOM, n=7)
+    crowded = invariant.batch_inference([prompts[1], prompts[5]], [GREEDY, params])
+    assert [bits(o) for o in crowded[1:4]] == [bits(o) for o in outputs]
+    assert bits(crowded[0]) == alone[1, GREEDY]
+    assert_nothing_left(invariant)
 
 
 def test_without_invariance_flips_are_ties_of_the_dense_path(make_engine, prompts):
@@ -120,8 +120,8 @@ def test_without_invariance_flips_are_ties_of_the_dense_path(make_engine, prompt
 
 
 def test_samples_share_their_prompt_also_when_pages_are_short(make_engine, prompts):
-    engine = make_engine(num_pages=15)
-    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, n=3, logprobs=1)
+    engine = make_engine(num_pages=14)
+    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, n=3)
     outputs = engine.batch_inference([prompts[5], prompts[3]], params)
     assert len(outputs) == 6
     assert engine.driver.counters.forked_tokens > 0
@@ -180,9 +180,9 @@ def test_scenario_c8_other_weights_never_meet_what_the_old_ones_cached(make_engi
 
 
 def test_weights_of_another_model_are_refused(make_engine, tiny):
-    engine = make_engine()
+    engine, model = make_engine(), tiny()
     with pytest.raises(InvalidInputError, match="another structure, shape, dtype, placement or config"):
-        engine.update_weights(tiny(num_layers=2))
+        engine.update_weights(dataclasses.replace(model, norm=model.norm.astype("bfloat16")))
 
 
 def test_a_namespace_tells_apart_what_changes_keys_and_values(tiny, make_engine):
