@@ -55,6 +55,16 @@ class Retraction:
     replacement: str | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """A catalogue that certificates were made with before cases were added: its digest, the ids of its cases, and a
+    digest of what those cases ask, which must never move."""
+
+    digest: str
+    ids: tuple[str, ...]
+    questions: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Catalogue:
     """All cases of one catalogue version, in the order of their ids, retracted ones included.
@@ -65,6 +75,20 @@ class Catalogue:
     version: str
     cases: tuple[Case, ...]
     retracted: tuple[Retraction, ...] = ()
+    earlier: tuple[Earlier, ...] = ()
+
+    def at(self, digest: str | None) -> Catalogue | None:
+        """This catalogue as it was when its digest was the given one; None if it never was, as far as is recorded.
+
+        Cases are added and never changed, so an earlier catalogue is a part of this one.
+        """
+        if digest == self.digest:
+            return self
+        for one in self.earlier:
+            if one.digest == digest:
+                known = frozenset(one.ids)
+                return dataclasses.replace(self, cases=tuple(c for c in self.cases if c.id in known), earlier=())
+        return None
 
     @property
     def digest(self) -> str:
@@ -109,7 +133,22 @@ def load(directory: Path | None = None) -> Catalogue:
             seen[case.id] = file.name
             cases.append(case)
     retracted = load_retractions(directory / "retracted.toml", set(seen))
-    return Catalogue(version=directory.name, cases=tuple(sorted(cases, key=lambda c: c.id)), retracted=retracted)
+    earlier = _load_earlier(directory / "record" / "earlier.json")
+    cases.sort(key=lambda c: c.id)
+    return Catalogue(version=directory.name, cases=tuple(cases), retracted=retracted, earlier=earlier)
+
+
+def questions(cases: Iterable[Case]) -> str:
+    """Digest of what cases ask of a backend: everything but what the suite says about them."""
+    said = ("clause", "flags", "kills", "quick")
+    return digest([{k: v for k, v in case_to_json(case).items() if k not in said} for case in cases])
+
+
+def _load_earlier(file: Path) -> tuple[Earlier, ...]:
+    if not file.exists():
+        return ()
+    entries = json.loads(file.read_text("utf-8"))
+    return tuple(Earlier(digest=e["digest"], ids=tuple(e["ids"]), questions=e["questions"]) for e in entries)
 
 
 def by_program(cases: Iterable[Case]) -> list[Case]:

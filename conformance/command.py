@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance import assemble, junit, kits
+from conformance import assemble, junit, killmatrix, kits, signature
 from conformance import certificate as certificates
 from conformance.canonical import digest
 from conformance.case import Case, Result
@@ -63,6 +63,8 @@ def _run(args: argparse.Namespace) -> int:
     baseline = None if args.baseline is None else _read(args.baseline)
     if args.html is not None:
         _require_jinja()
+    if args.sign is not None:
+        signature.private_key(args.sign)  # a key that cannot sign is told before the run, not after it
     complete = not args.quick and args.only is None and args.catalogue is None
     jobs = [Job(c.id, c, kit=True) for c in kit] + [Job(c.id, c) for c in by_program(cases)]
     introduction, results = _execute(args, catalogue, jobs)
@@ -77,6 +79,8 @@ def _run(args: argparse.Namespace) -> int:
         waiver_file=args.waivers,
         mutants=recorded_mutants(catalogue),
     )
+    if args.sign is not None:
+        data = signature.sign(data, args.sign)
     _write(args, data, results)
     _report(args, data)
     if args.repro is not None:
@@ -144,7 +148,7 @@ def _write(args: argparse.Namespace, data: Mapping[str, Any], results: Mapping[s
     if args.html is not None:
         from conformance.page import render
 
-        _replace(args.html, render(data))
+        _replace(args.html, render(data, matrix=_matrix(data)))
     if args.junit is not None:
         seconds = {key: float(r.details.get(assemble.SECONDS, 0.0)) for key, r in results.items()}
         entries = certificates.entries(data["body"])
@@ -217,28 +221,36 @@ def _mutants(args: argparse.Namespace) -> int:
     for name, faults in found.items():
         for fault in faults:
             print(f"{name}: {fault}")
-    caught = sum(not faults for faults in found.values())
-    print(f"caught {caught}/{len(found)}")
+    runs = [(job.mutant or "", job.case, results[job.key]) for job in jobs]
+    record = killmatrix.record(catalogue, runs, found)
+    print(killmatrix.text(record))
+    print(f"caught {record['caught']}/{len(found)}")
     if args.output is not None:
-        record = {"catalogue": catalogue.digest, "caught": caught, "mutants": len(found)}
         _replace(args.output, json.dumps(record, indent=1) + "\n")
-    return 0 if caught == len(found) else 1
+    return 0 if record["caught"] == len(found) else 1
 
 
 def recorded_mutants(catalogue: Catalogue) -> str | None:
     """ "caught/all" of the recorded run over exactly this catalogue, else None."""
-    from conformance.catalogue import DIRECTORY
+    found = killmatrix.recorded(catalogue)
+    return None if found is None else f"{found['caught']}/{found['mutants']}"
 
-    try:
-        record = json.loads((DIRECTORY / "record" / "mutants.json").read_text("utf-8"))
-    except (OSError, ValueError):
+
+def _matrix(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The recorded kill matrix, if it is that of the suite which made the certificate."""
+    catalogue = load()
+    found = killmatrix.recorded(catalogue)
+    said = data["body"]["suite"]
+    if found is None or said.get("catalogue") != catalogue.digest:
         return None
-    return f"{record['caught']}/{record['mutants']}" if record.get("catalogue") == catalogue.digest else None
+    return found if said.get("mutants") == f"{found['caught']}/{found['mutants']}" else None
 
 
 def _check(args: argparse.Namespace) -> int:
     data = _read(args.check)
     problems = certificates.check(data, load())
+    if args.public_key is not None:
+        problems += signature.problems(data, args.public_key)
     body = data["body"]
     for problem in problems:
         print(f"{args.check}: {problem}")
@@ -246,10 +258,21 @@ def _check(args: argparse.Namespace) -> int:
         _require_jinja()
         from conformance.page import render
 
-        _replace(args.html, render(data, problems))
+        _replace(args.html, render(data, problems, matrix=_matrix(data)))
     if problems:
         print(f"{args.check}: not sound ({len(problems)} problems)")
         return 1
+    if args.sign is not None:
+        if args.output is None:
+            raise InvalidInputError("--check with --sign needs --output, the file to write the signed certificate to.")
+        _replace(args.output, assemble.to_text(signature.sign(data, args.sign)))
+        print(f"{args.output}: signed")
+    if (by := signature.described(data["envelope"])) is not None:
+        print(
+            f"{args.check}: signed by {by}" + (", verified" if args.public_key else "; not verified: give --public-key")
+        )
+    if body["suite"].get("catalogue") != load().digest:
+        print(f"{args.check}: made before cases were added to the catalogue; it is checked against those of its time")
     print(f"{args.check}: sound; {body['backend'].get('entry_point')} is {body['verdict']} at level {body['level']}")
     if body["verdict"] == "conformant" and not body["certifies"]:
         print("it certifies nothing: a part of the level was run")
@@ -286,9 +309,10 @@ def _replay(args: argparse.Namespace) -> int:
     body = data["body"]
     args.backend = args.backend or body["backend"].get("entry_point")
     args.executor = args.executor or body["environment"].get("executor", {}).get("name")
-    if body["suite"].get("catalogue") != catalogue.digest:
+    then = catalogue.at(body["suite"].get("catalogue"))
+    if then is None:
         raise InvalidInputError(f"{path} was made with another catalogue; replay it with the suite that made it.")
-    known = {case.id: case for case in catalogue.cases}
+    known = {case.id: case for case in then.cases}
     entries = [e for e in body["cases"] if e["status"] != "not-claimed" and e["id"] in known]
     picked = secrets.SystemRandom().sample(entries, min(int(count), len(entries)))
     jobs = [Job(e["id"], known[e["id"]]) for e in picked]

@@ -15,6 +15,7 @@ import numpy as np
 
 from conformance import oracle
 from conformance.case import AttendExpected, AttendProblem, MoveProblem
+from conformance.fitting import fitted
 from conformance.formats import decode, format_of, is_nan
 from conformance.hypotheses import explain
 from conformance.vectors.address import read_back
@@ -44,7 +45,7 @@ def attend(
     positions = problem.table.positions()
     if not wrong.any():
         assert lse is not None
-        return _lse(problem, expected, lse, wrong_lse, positions)
+        return _lse(problem, expected, output, lse, wrong_lse, positions)
     zero = output == format_of(problem.dtype).sign_bit
     if not (wrong & ~zero).any():
         where = _where(np.argwhere(wrong)[0])
@@ -82,6 +83,10 @@ def _cause(
     broken = explain(problem, output, wrong, lse, expected.explain.get("recalled", ()))
     if broken is not None:
         return Finding(broken.clause, said + broken.text, broken.hint)
+    if spelled is None or spelled.hint in (None, "token-count"):
+        factor = fitted(problem, output, lse, np.asarray(wrong.any(-1)))
+        if factor is not None:
+            return Finding(factor.clause, said + factor.text, factor.hint)
     if (shared := _shared(problem, wrong)) is not None:
         return dataclasses.replace(shared, text=said + shared.text)
     nan = is_nan(output, problem.dtype)
@@ -108,7 +113,9 @@ def _shared(problem: AttendProblem, wrong: np.ndarray) -> Finding | None:
     listed = [set(table.pages_of(r).tolist()) for r in range(table.num_rows)]
     sharing = {r for r in live if any(listed[r] & listed[s] for s in range(table.num_rows) if s != r)}
     rows = set((np.searchsorted(table.query_offsets, np.flatnonzero(wrong.any((1, 2))), side="right") - 1).tolist())
-    if not sharing or not rows <= sharing or not set(live) - sharing:
+    struck = np.asarray(wrong.any((1, 2)))
+    whole = all(struck[table.query_offsets[r] : table.query_offsets[r + 1]].all() for r in rows)
+    if not sharing or not rows <= sharing or not set(live) - rows or not whole:
         return None
     text = f"Wrong are only rows {', '.join(map(str, sorted(rows)))}, which list pages that other rows list too."
     return Finding("steps.2", text, "shared-pages")
@@ -169,7 +176,12 @@ def _blind(problem: AttendProblem, output: np.ndarray, wrong: np.ndarray, blind:
 
 
 def _lse(
-    problem: AttendProblem, expected: AttendExpected, lse: np.ndarray, wrong: np.ndarray, positions: np.ndarray
+    problem: AttendProblem,
+    expected: AttendExpected,
+    output: np.ndarray,
+    lse: np.ndarray,
+    wrong: np.ndarray,
+    positions: np.ndarray,
 ) -> Finding:
     assert expected.lse_low is not None
     assert expected.lse_high is not None
@@ -188,6 +200,8 @@ def _lse(
         return Finding("attend.11", f"{text} Everywhere it is 1/ln 2 = 1.4427 times too large: base 2.", "lse-base")
     if ratio.size and np.all(np.abs(ratio + 1) < 1e-3):
         return Finding("attend.11", f"{text} Everywhere it has the wrong sign.", "lse-sign")
+    if positions[token] >= 0 and (factor := fitted(problem, output, lse, wrong)) is not None:
+        return Finding(factor.clause, f"{text} {factor.text}", factor.hint)
     return Finding("attend.11", text, "lse")
 
 
@@ -226,9 +240,22 @@ def _address(problem: AttendProblem, e: Mapping[str, Any], output: np.ndarray, w
         return Finding("attend.12", text, "other-row")
     if got["head"] != kv_head:
         return Finding("attend.6", text, "kv-head")
+    if _at_the_window(problem, e["target"], wrong):
+        text += " Wrong are only tokens that want what their window just lets them see."
+        return Finding("attend.4", text, "window")
     if got["page"] != page or got["slot"] != slot:
         return Finding("pages.3", text, "page-order" if got["page"] != page else "slot")
     return Finding("attend.1", text, None)
+
+
+def _at_the_window(problem: AttendProblem, target: np.ndarray, wrong: np.ndarray) -> bool:
+    """Whether a window is set and just those are wrong whose target is among the oldest that it leaves."""
+    if problem.spec.window is None:
+        return False
+    first = np.maximum(problem.table.positions() - problem.spec.window + 1, 0)[:, None]
+    asked = target >= 0
+    old = asked & (first > 0) & (target - first < max(1, problem.spec.window // 4))
+    return bool(np.all(old[wrong.any(-1)])) and bool((asked & ~old).any())
 
 
 def _trace(problem: AttendProblem, e: Mapping[str, Any], output: np.ndarray, wrong: np.ndarray) -> Finding:
@@ -303,8 +330,8 @@ def _counted(problem: AttendProblem, e: Mapping[str, Any], words: np.ndarray, to
         clause, hint = "attend.7", "past-length"
     elif np.any(extra >= end):
         clause, hint = "attend.3", "causal"
-    elif np.any(extra < first):
-        clause, hint = "attend.4", "window"
+    elif np.any(extra < first) or (spec.window is not None and missed.size and missed[-1] < first + missed.size):
+        clause, hint = "attend.4", "window"  # one too many, or just the oldest left out
     elif missed.size:
         clause, hint = "pages.3", "tokens-missed"
     return Finding(clause, f"{text}.", hint)

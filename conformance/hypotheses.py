@@ -196,6 +196,14 @@ def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
         yield Hypothesis("head-dim-cut", "attend.2", text, dataclasses.replace(problem, query=cut))
     modulo = "Query head h reads KV head h mod KV heads instead of h // group."
     yield with_rules("gqa-modulo", "attend.6", modulo, key_head=_modulo, value_head=_modulo)
+    if problem.keys.shape[2] > 1:
+        for step, what in ((-1, "the next lower"), (1, "the next higher")):
+            turned = functools.partial(_turned, step=step)
+            text = f"Query heads read {what} KV head, counted around."
+            yield with_rules("kv-heads-turned", "attend.6", text, key_head=turned, value_head=turned)
+    if problem.keys.shape[2] > 2:
+        reverse = "KV heads are read in reverse."
+        yield with_rules("kv-heads-reversed", "attend.6", reverse, key_head=_reversed, value_head=_reversed)
     yield with_rules("value-head-0", "attend.6", "Values come from KV head 0.", value_head=lambda h, heads, kv: 0)
     swapped = dataclasses.replace(problem, values=problem.keys)
     yield Hypothesis("k-as-v", "attend.1", "Keys were used as values.", swapped)
@@ -207,6 +215,12 @@ def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
     if (shifted := _without_idle_rows(problem)) is not None:
         counted = "Rows are counted without those that have no new token, so later rows use another's pages."
         yield Hypothesis("row-shift", "attend.12", counted, shifted)
+    for rule, text in (
+        (_one_entry_on, "The page list was read one entry further on."),
+        (_last_one_on, "In place of a row's last page the entry after it was read."),
+        (_last_is_first, "In place of a row's last page its first was read."),
+    ):
+        yield with_rules("page-entry", "pages.3", text, pages=rule)
     yield with_rules("row-0-table", "attend.12", "Row 0's pages were used for every row.", pages=_row_0)
     ids = problem.table.page_ids[: problem.table.page_offsets[-1]]
     if len(np.unique(ids)) < len(ids):
@@ -251,6 +265,14 @@ def _modulo(head: int, heads: int, kv_heads: int) -> int:
     return head % kv_heads
 
 
+def _turned(head: int, heads: int, kv_heads: int, *, step: int) -> int:
+    return (head // (heads // kv_heads) + step) % kv_heads
+
+
+def _reversed(head: int, heads: int, kv_heads: int) -> int:
+    return kv_heads - 1 - head // (heads // kv_heads)
+
+
 def _sorted(problem: AttendProblem, row: int) -> np.ndarray:
     return np.sort(_pages(problem, row))
 
@@ -271,6 +293,29 @@ def _without_idle_rows(problem: AttendProblem) -> AttendProblem | None:
         "kv_lens": table.kv_lens[source],
     }
     return dataclasses.replace(problem, table=PageTable.trusted(**fields))
+
+
+def _entries(problem: AttendProblem, row: int) -> tuple[np.ndarray, int]:
+    """Pool rows of every entry of the page list, and where the row's begin."""
+    table = problem.table
+    return problem.layer * table.num_pages + table.page_ids.astype(np.int64), int(table.page_offsets[row])
+
+
+def _one_entry_on(problem: AttendProblem, row: int) -> np.ndarray:
+    every, begin = _entries(problem, row)
+    return np.roll(every, -1)[begin : begin + len(problem.table.pages_of(row))]
+
+
+def _last_one_on(problem: AttendProblem, row: int) -> np.ndarray:
+    pages = _pages(problem, row).copy()
+    pages[-1:] = _one_entry_on(problem, row)[-1:]
+    return pages
+
+
+def _last_is_first(problem: AttendProblem, row: int) -> np.ndarray:
+    pages = _pages(problem, row).copy()
+    pages[-1:] = pages[:1]
+    return pages
 
 
 def _row_0(problem: AttendProblem, row: int) -> np.ndarray:

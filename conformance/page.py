@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance import certificate
+from conformance import certificate, killmatrix, signature
 from conformance.case import STATUSES
 
 TEMPLATE = Path(__file__).parent / "page.html"
@@ -21,8 +21,11 @@ TIER_NAMES = {
 MAX_LISTED = 200
 
 
-def render(data: Mapping[str, Any], problems: list[str] | None = None) -> str:
-    """HTML of a certificate's file. `problems` are what `certificate.check` found, shown above everything else.
+def render(
+    data: Mapping[str, Any], problems: list[str] | None = None, *, matrix: Mapping[str, Any] | None = None
+) -> str:
+    """HTML of a certificate's file. `problems` are what `certificate.check` found, shown above everything else;
+    `matrix` is the recorded kill matrix of the suite that made it.
 
     Needs jinja2, which the extra `certify` installs.
     """
@@ -47,6 +50,9 @@ def render(data: Mapping[str, Any], problems: list[str] | None = None) -> str:
         bad=[e for e in cases if e["status"] in ("fail", "error")][:MAX_LISTED],
         bad_total=sum(e["status"] in ("fail", "error") for e in cases),
         unclaimed=_unclaimed(cases),
+        matrix=[] if matrix is None else killmatrix.rows(matrix),
+        kinds=killmatrix.KINDS,
+        signed=signature.described(data["envelope"]),
     )
 
 

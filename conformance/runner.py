@@ -110,9 +110,21 @@ class Session:
         problem = vector.problem
         assert isinstance(problem, AttendProblem)
         result = judge_attend(problem, expected, output.out, output.lse, id=case.id)
+        if result.status == "fail" and (again := self._blame_chance(case, problem, output)) is not None:
+            return again
         if result.details.get("hint") == "poison":
             return self._blame_poison(problem, result)
         return result if result.status != "pass" else self._pool_after(case, problem, output) or result
+
+    def _blame_chance(self, case: Case, problem: AttendProblem, output: execute.AttendOutput) -> Result | None:
+        """A failure of invariant.1 if the same call on one device now gives other bits, else None."""
+        call = relations.Call(problem, np.arange(problem.table.num_tokens))
+        first, second = (execute.attend(self.backend, problem) for _ in range(2))
+        fault, compared = compare(first, [second], [call])
+        if fault is None:
+            return None
+        text = f"the output is wrong, and not the same twice: {fault}"
+        return Result(id=case.id, status="fail", clause="invariant.1", diagnosis=text, elements=compared)
 
     def _blame_poison(self, problem: AttendProblem, result: Result) -> Result:
         """A NaN that is there without poison too was not read from anywhere: the arithmetic made it."""

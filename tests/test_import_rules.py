@@ -21,7 +21,7 @@ RUNNERS = (
     *("faults", "faults_devices", "faults_geometry", "faults_steps", "broken_kernel", "serving"),
     *("executors", "kits.run", "kits.aiter"),
 )
-COMMANDS = ("command", "assemble", "supervisor", "freeze")
+COMMANDS = ("command", "assemble", "supervisor", "freeze", "killmatrix")
 
 TABLE = {
     "paged": Row(("paged",), common=False),
@@ -45,6 +45,7 @@ TABLE = {
     "bench": Row(("paged.cli.bench",), may=("paged.cli",), lazily=("benchmarks",)),
     "judge": Row(("conformance",), may=("numpy",)),
     "page": Row(("conformance.page",), may=("conformance",), lazily=("jinja2",)),
+    "signature": Row(("conformance.signature",), may=("conformance",), lazily=("cryptography",)),
     "run": Row(
         tuple(f"conformance.{name}" for name in (*RUNNERS, *COMMANDS)),
         may=("conformance", *ARRAYS, "paged"),

@@ -49,8 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--junit", metavar="XML", type=Path, help="results as JUnit XML")
     out.add_argument("--repro", metavar="DIR", type=Path, help="a repro.json for every failure")
     out.add_argument("--baseline", metavar="JSON", type=Path, help="fail if a pass or a claim of this one was lost")
+    out.add_argument("--sign", metavar="PEM", type=Path, help="sign the certificate with this Ed25519 private key")
     read = parser.add_argument_group("about certificates that exist")
     read.add_argument("--check", metavar="JSON", type=Path, help="recompute digests, totals and verdict")
+    read.add_argument("--public-key", metavar="PEM", type=Path, help="with --check: who must have signed it")
     read.add_argument("--diff", nargs=2, metavar=("OLD", "NEW"), type=Path, help="what changed between two")
     read.add_argument("--replay", nargs=2, metavar=("N", "JSON"), help="run N random cases again and compare")
 

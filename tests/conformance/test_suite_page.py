@@ -86,3 +86,12 @@ def test_values_are_short():
 def test_the_numerics_line(claims, model, said):
     body = {"claims": {"numerics": claims}, "backend": {"numerics": model}}
     assert said in page.numerics_line(body)
+
+
+def test_the_kill_matrix_is_shown_where_it_is_that_of_the_suite():
+    matrix = {"matrix": {"no_window": {"clause": "attend.4", "by": {"a": "census", "b": "census", "c": "bounds"}}}}
+    html = page.render(make("why"), matrix=matrix)
+    assert "ignores the window" in html
+    assert "census 2" in html
+    assert "bounds 1" in html
+    assert "Broken backends that the suite catches" not in page.render(make("why"))
