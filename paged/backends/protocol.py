@@ -8,9 +8,8 @@ hashable, because it is a static argument of the jitted step: a frozen dataclass
 
 Two methods are optional, and change no meaning, only the number of kernels. `rotate_append(pool, heads, slots, layer,
 num_pages, static, arrays)` takes `PackedHeads`, slots relative to a layer and the layer's index; it turns query and
-key, appends, and returns the query, the pool and plan arrays for `attend` with page base 0, or None where it has no
-kernel for these arrays. `layer_kernels(tokens=…, hidden=…, intermediate=…, heads=…, dtype=…)` returns `LayerKernels`
-or None.
+key, appends, and returns the query, the pool and plan arrays for `attend` with page base 0. `layer_kernels(plan, sizes,
+dtype)` returns `LayerKernels` for a `StepPlan`, or None.
 """
 
 from __future__ import annotations
@@ -140,37 +139,87 @@ def turned(x: Float[Array, "t h d"], cos: Float[Array, "t half"], sin: Float[Arr
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+class StepPlan(eqx.Module):
+    """What every layer with one `AttentionSpec` shares in one step: a backend's plan and the write slots.
+
+    The static fields are constant per rung, so a step does not recompile; nothing here depends on the layer or on the
+    number of shards.
+    """
+
+    arrays: Any
+    write_slots: Int32[Array, " t"]
+    rung: Rung = eqx.field(static=True)
+    static: Any = eqx.field(static=True)
+    spec: AttentionSpec = eqx.field(static=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """Sizes of a decoder layer, as a backend needs them to say whether its kernels fit."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerAt:
+    """Which layers one call inside a loop is for, from the loop's counter c.
+
+    Stacked weights are indexed by block: c × `times` + `plus`. The pool is indexed by layer: that × `block`, plus
+    `position`, the layer's place in the block. `count` layers follow one another; more than 1 only with `block` 1.
+    """
+
+    times: int
+    plus: int
+    block: int
+    position: int
+    count: int
+
+
+class LayerWeights(eqx.Module):
+    """Weights at one position of the block, stacked over blocks, (out, in); see `paged.models.Decoder`."""
+
+    attention_norm: Float[Array, "l m"]
+    qkv: Float[Array, "l k g2 d m"]
+    output: Float[Array, "l m hd"]
+    mlp_norm: Float[Array, "l m"]
+    gate_up: Float[Array, "l 2 f m"]
+    down: Float[Array, "l m f"]
+
+
 @runtime_checkable
 class LayerKernels(Protocol):
-    """What a backend may offer around attention for steps of few tokens, where a layer is bound by reading its weights.
+    """Whole decoder layers by a backend, for steps of few single tokens, which are bound by reading weights.
 
-    Weights are those of all layers, stacked; `layer` is the index into them, traced. The residual stream travels as
-    `x` (t, m) and `parts` (s, t, m) float32 that are still to be added to it: a product split over its inputs leaves
-    its sums so, and the next norm reads them anyway.
+    The residual stream travels as `x` (t, m) and `parts` (s, t, m) float32 that are still to be added to it: a product
+    that is split over its inputs leaves its sums so, and the next norm reads them anyway.
     """
 
     def start(self, x: Float[Array, "t m"]) -> Float[Array, "s t m"]:
-        """Parts that add nothing, of the shape that `leave` returns."""
+        """Parts that add nothing."""
         ...
 
-    def enter(
-        self, x: Float[Array, "t m"], parts: Float[Array, "s t m"], norm: Array, weight: Array, layer: Array, eps: float
-    ) -> tuple[Float[Array, "t m"], Float[Array, "t n"]]:
-        """x + parts, and the product of its norm with `weight` (l, …, m), whose other axes make n."""
-        ...
-
-    def leave(
+    def layers(
         self,
-        heads: Float[Array, "t n"],
         x: Float[Array, "t m"],
-        output: Array,
-        norm: Array,
-        gate_up: Array,
-        down: Array,
-        layer: Array,
+        parts: Float[Array, "s t m"],
+        pool: KvArrays,
+        weights: LayerWeights,
+        counter: Int32[Array, ""],
+        at: LayerAt,
+        cos: Float[Array, "t half"],
+        sin: Float[Array, "t half"],
+        plan: StepPlan,
         eps: float,
-    ) -> tuple[Float[Array, "t m"], Float[Array, "s t m"]]:
-        """x + heads · outputᵀ, and what down · (silu(gate · y) × (up · y)) of its norm y adds to it."""
+    ) -> tuple[Float[Array, "t m"], Float[Array, "s t m"], KvArrays]:
+        """Norm, query, key and value, rotary positions, append, attention, output, norm and SwiGLU of `at`'s layers.
+
+        The first three operands are updated in place. Rounds where the plain layer rounds, except that the residual
+        stream takes sums before they are rounded; the order of sums is the kernels' own and depends on no other token.
+        """
         ...
 
 

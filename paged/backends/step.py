@@ -17,24 +17,18 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32, Shaped
 
 from paged.backends.moves import layer_slots
-from paged.backends.protocol import AttentionBackend, AttentionExtras, KvArrays, PackedHeads, Rung, TableArrays
+from paged.backends.protocol import (
+    AttentionBackend,
+    AttentionExtras,
+    KvArrays,
+    PackedHeads,
+    Rung,
+    StepPlan,
+    TableArrays,
+)
 from paged.backends.sharding import KvSharding
 from paged.common import AttentionSpec, StorageLayout
 from paged.common.errors import InvalidInputError, UnsupportedError
-
-
-class StepPlan(eqx.Module):
-    """What every layer with one `AttentionSpec` shares in one step: a backend's plan and the write slots.
-
-    The static fields are constant per rung, so a step does not recompile; nothing here depends on the layer or on the
-    number of shards.
-    """
-
-    arrays: Any
-    write_slots: Int32[Array, " t"]
-    rung: Rung = eqx.field(static=True)
-    static: Hashable = eqx.field(static=True)
-    spec: AttentionSpec = eqx.field(static=True)
 
 
 class KernelArguments(eqx.Module):

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from paged.backends.protocol import AttentionBackend, KvArrays, LayerKernels, PackedHeads
+from paged.backends.protocol import (
+    AttentionBackend,
+    KvArrays,
+    LayerAt,
+    LayerKernels,
+    LayerSizes,
+    LayerWeights,
+    PackedHeads,
+)
 from paged.backends.sharding import KvSharding
 from paged.backends.step import StepPlan, packed_attention_step
 from paged.common import AttentionSpec
@@ -122,48 +130,70 @@ class Decoder(eqx.Module):
             return out, pool
 
         x, rotary = self._embed(tokens), Rotary.at(positions, self.config)
-        kernels = self._kernels(backend, x, sharding)
         if isinstance(pool, KvArrays) and scan:
-            run = self._scanned if kernels is None else partial(self._scanned_by_kernels, kernels)
-            return run(x, rotary, pool, attend)
+            kernels = self._kernels(backend, x, plans, sharding)
+            if kernels is not None:
+                return self._scanned_by_kernels(kernels, x, rotary, pool, plans)
+            return self._scanned(x, rotary, pool, attend)
         return self._unrolled(x, rotary, pool, attend)
 
     def _kernels(
-        self, backend: AttentionBackend, x: Float[Array, "t m"], sharding: KvSharding | None
+        self,
+        backend: AttentionBackend,
+        x: Float[Array, "t m"],
+        plans: tuple[StepPlan, ...],
+        sharding: KvSharding | None,
     ) -> LayerKernels | None:
-        """The backend's kernels around attention, for steps small enough that they pay; on one device."""
-        offered = getattr(backend, "layer_kernels", None)
+        """The backend's kernels for whole layers, where it offers them for this step; on one device."""
+        offered, c = getattr(backend, "layer_kernels", None), self.config
         if offered is None or sharding is not None:
             return None
-        c = self.config
-        return offered(
-            tokens=x.shape[0],
-            hidden=c.hidden_size,
-            intermediate=c.intermediate_size,
-            heads=(c.num_query_heads, c.num_kv_heads, c.head_dim),
-            dtype=x.dtype.name,
+        sizes = LayerSizes(
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            num_query_heads=c.num_query_heads,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
         )
+        found = [offered(plan, sizes, x.dtype.name) for plan in plans]
+        return None if None in found else found[0]
 
     def _scanned_by_kernels(
-        self, kernels: LayerKernels, x: Float[Array, "t m"], rotary: Rotary, pool: KvArrays, attend: Attend
+        self,
+        kernels: LayerKernels,
+        x: Float[Array, "t m"],
+        rotary: Rotary,
+        pool: KvArrays,
+        plans: tuple[StepPlan, ...],
     ) -> tuple[Float[Array, "t m"], KvArrays]:
-        size, eps, tokens = len(self.config.block), self.config.rms_eps, x.shape[0]
+        # A block of one layer needs no loop: one call runs all. Else kernels get the loop's own counter: an index array
+        # would be sliced by a kernel in every turn.
+        size, blocks = len(self.config.block), self.config.num_blocks
+        count, turns = (blocks, 1) if size == 1 else (1, blocks)
+        weights = [
+            LayerWeights(
+                attention_norm=layer.attention_norm,
+                qkv=layer.attention.qkv,
+                output=layer.attention.output,
+                mlp_norm=layer.mlp_norm,
+                gate_up=layer.mlp.gate_up,
+                down=layer.mlp.down,
+            )
+            for layer in self.layers
+        ]
 
-        # The loop's own counter is what kernels get as the layer: a scan's index array would be sliced by a kernel.
-        def body(block: Int32[Array, ""], carry: tuple[Array, Array, KvArrays]) -> tuple[Array, Array, KvArrays]:
+        def body(counter: Int32[Array, ""], carry: tuple[Array, Array, KvArrays]) -> tuple[Array, Array, KvArrays]:
             x, parts, pool = carry
-            for j, layer in enumerate(self.layers):
-                attention, mlp = layer.attention, layer.mlp
-                x, flat = kernels.enter(x, parts, layer.attention_norm, attention.qkv, block, eps)
-                heads = rotary.packed(flat.reshape(tokens, *attention.qkv.shape[1:-1]))
-                out, pool = attend(block * size + j, j, pool, heads)
-                flat = out.reshape(tokens, -1)
-                x, parts = kernels.leave(
-                    flat, x, attention.output, layer.mlp_norm, mlp.gate_up, mlp.down, block, eps
-                )  # fmt: skip
+            for position in range(size):
+                at = LayerAt(times=count, plus=0, block=size, position=position, count=count)
+                x, parts, pool = kernels.layers(
+                    *(x, parts, pool, weights[position], counter, at),
+                    *(rotary.cos, rotary.sin, plans[position], self.config.rms_eps),
+                )
             return x, parts, pool
 
-        x, parts, pool = lax.fori_loop(0, self.config.num_blocks, body, (x, kernels.start(x), pool))
+        carry = x, kernels.start(x), pool
+        x, parts, pool = body(jnp.int32(0), carry) if turns == 1 else lax.fori_loop(0, turns, body, carry)
         return (x.astype(jnp.float32) + parts.sum(axis=0)).astype(x.dtype), pool
 
     def _scanned(

@@ -107,18 +107,19 @@ def test_pieces_of_the_own_kernel_are_those_inside_the_window(name, window):
         count = 512
     else:
         items, count = {r: (r, int(table.query_offsets[r])) for r in single}, 8
-    row, token, offsets = vector[:count], vector[count : 2 * count], vector[2 * count : 3 * count + 1]
-    blocks, pieces = vector[3 * count + 1 :].reshape(2, static.decode_blocks)
-    assert [i for i in range(count) if row[i] >= 0] == list(items)
-    assert all((row[i], token[i]) == items[i] for i in items)
+    blocks, live, offsets = np.split(vector, [8 * static.decode_blocks, 8 * static.decode_blocks + count])
+    assert [i for i in range(count) if live[i]] == list(items)
     found = {}
-    for block in range(static.decode_blocks):
-        if blocks[block] >= 0:
-            assert offsets[blocks[block]] <= block < offsets[blocks[block] + 1]
-            found.setdefault(int(blocks[block]), []).append(int(pieces[block]))
+    for block, (item, alive, token, length, pages, begin, end, _) in enumerate(blocks.reshape(-1, 8).tolist()):
+        if item >= 0:
+            assert offsets[item] <= block < offsets[item + 1]
+            row, first_token = items[item]
+            want = (1, first_token, table.kv_lens[row], table.page_offsets[row])
+            assert (alive, token, length, pages) == want
+            found.setdefault(item, []).append((begin, end))
     lens = {i: int(table.kv_lens[r]) for i, (r, _) in items.items()}
     first = {i: 0 if window is None else max(n - window, 0) // 512 for i, n in lens.items()}
-    assert found == {i: list(range(first[i], -(-n // 512))) for i, n in lens.items()}
+    assert found == {i: [(c * 512, c * 512 + 512) for c in range(first[i], -(-n // 512))] for i, n in lens.items()}
     assert offsets[-1] == sum(len(p) for p in found.values())
 
 

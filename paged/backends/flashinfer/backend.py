@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from paged.backends import moves
 from paged.backends.flashinfer import modules, ops
-from paged.backends.flashinfer.module_spec import ModuleSpec, paged_decode
+from paged.backends.flashinfer.module_spec import ModuleSpec, own
 from paged.backends.flashinfer.plan import (
     PlanArrays,
     StaticPlan,
@@ -23,8 +23,8 @@ from paged.backends.flashinfer.plan import (
     prefill_info,
     static_plan,
 )
-from paged.backends.flashinfer.step_kernels import StepKernels
-from paged.backends.protocol import AttentionExtras, KvArrays, PackedHeads, Rung, TableArrays
+from paged.backends.flashinfer.step_kernels import StepKernels, decode_attributes
+from paged.backends.protocol import AttentionExtras, KvArrays, LayerSizes, PackedHeads, Rung, StepPlan, TableArrays
 from paged.common import AttentionSpec, Capabilities, Range
 from paged.common.checks import check_choice, check_int
 from paged.common.dtypes import FP8_DTYPES
@@ -41,7 +41,9 @@ def _capabilities(tier: str) -> Capabilities:
         head_dims=frozenset({64, 128, 256}),
         # Group sizes that the CUDA-core decode kernel is instantiated for.
         group_sizes=frozenset({1, 2, 3, 4, 6, 8, 16}),
-        features=frozenset({"window", "soft_cap", "lse", "non_causal", "kv_scales", "prefill", "decode", "mixed"}),
+        features=frozenset(
+            {"window", "soft_cap", "sinks", "lse", "non_causal", "kv_scales", "prefill", "decode", "mixed"}
+        ),
         # Prefill rounds the softmax weights to the input's dtype in either tier, and FA3's soft cap goes through the
         # approximate tanh; the exact tier's decode does neither.
         numerics="N1+tanh",
@@ -55,11 +57,11 @@ def _capabilities(tier: str) -> Capabilities:
 class FlashInferBackend:
     """FlashInfer's kernels with plans of our own.
 
-    - `tier`: `"exact"` decodes on CUDA cores with float32 weights; `"fast"` decodes on tensor cores, 1.4 times as fast,
-      with weights rounded to the input's dtype. Prefill is the same in both.
+    - `tier`: `"exact"` decodes with float32 weights; `"fast"` with weights rounded to the input's dtype, as tensor-core
+      kernels usually do. Prefill is the same in both.
     - `directory`: of the built modules; None is `modules.default_directory()`.
     - `split_tokens`: a row's length is cut into pieces of this many tokens in decode. It enters the bits, so it is
-      pinned here and never follows the batch. None is 512 in the exact tier and 2048 in the fast one, measured best.
+      pinned here and never follows the batch. None is 2048, or 512 on CUDA cores: measured best.
     - `decode`: `"paged"`, this project's kernel (Hopper; 16-bit pools, others take FlashInfer's), or `"flashinfer"`.
     - `prefill`: `"fa3"` (needs modules built for 9.0a; not for fp8 pools, which take fa2) or `"fa2"`.
     - `sm_count`: SMs of the device; None asks it. It does not enter the bits.
@@ -84,8 +86,8 @@ class FlashInferBackend:
         check_choice("FlashInferBackend", "prefill", self.prefill, ("fa2", "fa3"))
         check_choice("FlashInferBackend", "decode", self.decode, ("paged", "flashinfer"))
         check_choice("FlashInferBackend", "layers", self.layers, ("kernels", "xla"))
-        split = {"exact": 512, "fast": 2048}[self.tier] if self.split_tokens is None else self.split_tokens
-        object.__setattr__(self, "split_tokens", check_int("FlashInferBackend", "split_tokens", split, minimum=16))
+        if self.split_tokens is not None:
+            check_int("FlashInferBackend", "split_tokens", self.split_tokens, minimum=16)
         if self.prefill_tile not in (16, 64, 128):
             raise InvalidInputError(f"FlashInferBackend.prefill_tile must be 16, 64 or 128, got {self.prefill_tile!r}.")
 
@@ -111,10 +113,11 @@ class FlashInferBackend:
             rung,
             decode="paged" if paged else "tensor_cores" if tensor_cores else "cuda_cores",
             prefill=prefill,
-            chunk=None if unsplit else self.split_tokens,
+            chunk=None if unsplit else self.split_tokens or (2048 if paged or self.tier == "fast" else 512),
             tile=self.prefill_tile if prefill == "fa2" else (192 if rung.head_dim == 64 else 128),
             ctas=self.sm_count or _sm_count() if prefill == "fa3" else 0,
             window=spec.window if paged else None,
+            fa2_tile=self.prefill_tile,
         )
 
     def plan_arrays(self, static: StaticPlan, table: TableArrays) -> PlanArrays:
@@ -163,18 +166,23 @@ class FlashInferBackend:
         out, lse = self._decode(call, query, static, arrays)
         if static.decode == "paged" and static.by_token:
             return out, lse  # the kernel wrote every token, those without attention too
-        out = out.astype(jnp.float32)
+        out, sinks = out.astype(jnp.float32), extras.sinks
+        if sinks is not None and static.decode != "paged":
+            out, lse = _with_sinks(out, lse, sinks)
         if arrays.prefill_words is not None:
-            kind = "prefill" if static.prefill == "fa2" else "prefill_sm90"
+            # FA2 writes float32, so one module serves decode, prefill and fp8; FA3 writes the query's dtype, and a sink
+            # taken in afterwards would round twice.
+            fa2 = static.prefill == "fa2" or sinks is not None
             long_out, long_lse = call(
-                kind,
+                "prefill" if fa2 else "prefill_sm90",
                 query,
-                words=arrays.prefill_words,
+                words=arrays.prefill_words if arrays.sink_words is None or not fa2 else arrays.sink_words,
                 query_offsets=arrays.query_offsets,
-                # FA2 writes float32, so one module serves decode, prefill and fp8; FA3 writes the query's dtype.
-                out_dtype="float32" if static.prefill == "fa2" else query.dtype.name,
-                plan=prefill_info(static),
+                out_dtype="float32" if fa2 else query.dtype.name,
+                plan=prefill_info(static.as_fa2() if fa2 else static),
             )
+            if sinks is not None:
+                long_out, long_lse = _with_sinks(long_out, long_lse, sinks)
             single = arrays.single[:, None]
             out = jnp.where(single[..., None], out, long_out.astype(jnp.float32))
             lse = jnp.where(single, lse, long_lse)
@@ -218,27 +226,23 @@ class FlashInferBackend:
         **unused: Any,
     ) -> tuple[Float[Array, "n h d"], Float[Array, "n h"]]:
         _, float_bytes = decode_info(static, query_heads=query.shape[1], head_dim=query.shape[2])
-        target = self._target(paged_decode(query.dtype.name, query.shape[2]))
-        attributes: dict[str, Any] = {
-            "chunk": np.int64(static.chunk or 0),
-            "window": np.int64(spec.window or 0),
-            # Terms of 16 bits that a weight is cut into: three hold a float32, one rounds it.
-            "parts": np.int64(3 if self.tier == "exact" else 1),
-            "cap": float(spec.soft_cap or 0.0),
-            "scale": float(spec.scale),
-        }
         return ops.paged_decode(
-            target,
+            self._own_target(query.dtype.name, query.shape[2], "decode"),
             query,
             pool,
-            (*lists[:2], arrays.kv_lens),
+            lists[1],
             arrays.decode_words,
             sinks,
             items=static.rung.tokens if static.by_token else static.rung.rows,
             blocks=static.decode_blocks,
             float_bytes=float_bytes,
-            attributes=attributes,
+            attributes={"parts": np.int64(self._terms), **decode_attributes(static, spec)},
         )
+
+    @property
+    def _terms(self) -> int:
+        """Terms of 16 bits that a weight is cut into: three hold a float32, one rounds it."""
+        return 3 if self.tier == "exact" else 1
 
     def rotate_append(
         self,
@@ -255,21 +259,27 @@ class FlashInferBackend:
         `slots` are relative to a layer; a negative one is padding, of which nothing is written.
         """
         query, pool, pages = ops.rotate_append(
-            self._step_target("rotate_append"), pool, heads, slots, arrays.page_ids, layer, num_pages
+            self._own_target(pool.dtype.name, pool.keys.shape[3], "rotate_append"),
+            pool,
+            heads,
+            slots,
+            arrays.page_ids,
+            layer,
+            num_pages,
         )
         return query, pool, dataclasses.replace(arrays, page_ids=pages)
 
-    def layer_kernels(
-        self, *, tokens: int, hidden: int, intermediate: int, heads: tuple[int, int, int], dtype: str
-    ) -> StepKernels | None:
-        """This project's kernels around attention, where they read every weight fast: up to 16 tokens, 16-bit weights
-        and sizes that their tiles divide. None elsewhere, and with `layers="xla"`."""
-        if self.layers == "xla":
+    def layer_kernels(self, plan: StepPlan, config: LayerSizes, dtype: str) -> StepKernels | None:
+        """This project's kernels for whole layers of steps of few single tokens, bound by reading weights; None where
+        they do not fit, and with `layers="xla"`."""
+        decodes = plan.static.decode == "paged" and plan.static.by_token and plan.rung.kv_dtype == dtype
+        if self.layers == "xla" or not decodes:
             return None
-        return StepKernels.fitting(self._step_target, tokens, hidden, intermediate, heads, dtype, self.overlap)
+        target = functools.partial(self._own_target, dtype, config.head_dim, "layers")
+        return StepKernels.fitting(target, plan.rung.tokens, config, dtype, self._terms, self.overlap)
 
-    def _step_target(self, name: str) -> str:
-        return modules.ffi_target(ModuleSpec("step"), self.directory or modules.default_directory(), name)
+    def _own_target(self, dtype: str, head_dim: int, name: str) -> str:
+        return modules.ffi_target(own(dtype, head_dim), self.directory or modules.default_directory(), name)
 
     def _attend(
         self,
@@ -319,6 +329,15 @@ class FlashInferBackend:
 
     def _target(self, spec: ModuleSpec) -> str:
         return modules.ffi_target(spec, self.directory or modules.default_directory())
+
+
+def _with_sinks(
+    out: Float[Array, "n h d"], lse: Float[Array, "n h"], sinks: Float[Array, " h"]
+) -> tuple[Float[Array, "n h d"], Float[Array, "n h"]]:
+    """Attention whose denominator also has exp(sink), from float32 attention without."""
+    top = jnp.maximum(lse, sinks[None])
+    seen, sink = jnp.exp(lse - top), jnp.exp(sinks[None] - top)
+    return out * (seen / (seen + sink))[..., None], top + jnp.log(seen + sink)
 
 
 def _sm_count() -> int:

@@ -24,8 +24,8 @@ from paged.backends.flashinfer.module_spec import CTYPES, ModuleSpec
 from paged.common.errors import BackendUnavailableError, InvalidInputError
 
 CSRC = pathlib.Path(__file__).parent / "csrc"
-OWN = {"step": CSRC.parent / "kernels", "paged_decode": CSRC.parent / "decode_kernel"}
-"""Folders of the kernels that are this project's own, by kind of module."""
+KERNELS = CSRC.parent / "kernels"
+"""The kernels that are this project's own: modules of kind `paged`."""
 MANIFEST = "manifest.json"
 
 _FLAGS = [
@@ -100,7 +100,7 @@ def build(
 ) -> pathlib.Path:
     """Compile the modules that `directory` lacks, and write its manifest.
 
-    - `arch`: compute capability such as `9.0a`, `8.0`; `prefill_sm90`, `paged_decode` and `step` modules need `9.0a`.
+    - `arch`: compute capability such as `9.0a`, `8.0`; `prefill_sm90` and `paged` modules need `9.0a`.
     - `jobs`: compilers at a time, by default one per core.
     - Raises `BackendUnavailableError` if nvcc or the sources are missing, or a compilation fails (with its output).
     """
@@ -108,7 +108,7 @@ def build(
     sources, nvcc, manifest = find_sources(), find_nvcc(), _read_manifest(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for spec in specs:
-        if spec.kind in ("prefill_sm90", *OWN) and arch != "9.0a":
+        if spec.kind in ("prefill_sm90", "paged") and arch != "9.0a":
             raise InvalidInputError(f"build: module {spec.name} needs arch 9.0a, got {arch!r}.")
     missing = {
         spec: key
@@ -149,7 +149,7 @@ def _built(manifest: dict, spec: ModuleSpec, directory: pathlib.Path) -> str | N
 def module_key(spec: ModuleSpec, arch: str, version: str) -> str:
     """What a compiled module depends on: the spec, the architecture, FlashInfer's version, our adapters and flags."""
     digest = hashlib.sha256(repr((spec, arch, version, _FLAGS, _ONE_HEAD_DIM, _TWO_MASKS)).encode())
-    for file in sorted(OWN.get(spec.kind, CSRC).iterdir()):
+    for file in sorted((KERNELS if spec.kind == "paged" else CSRC).iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -222,12 +222,9 @@ def _generate(spec: ModuleSpec, sources: Sources, where: pathlib.Path) -> list[p
         return where / name
 
     where.mkdir(parents=True, exist_ok=True)
-    if spec.kind == "step":
-        return [OWN["step"] / "step_kernels.cu"]
-    if spec.kind == "paged_decode":
-        defines = f"#define PAGED_DTYPE {CTYPES[spec.query]}\n#define PAGED_HEAD_DIM {spec.head_dim}\n"
-        write("decode_kernel_config.inc", defines)
-        return [OWN["paged_decode"] / "decode_kernel.cu"]
+    if spec.kind == "paged":
+        write("paged_config.inc", f"#define PAGED_DTYPE {CTYPES[spec.query]}\n#define PAGED_HEAD_DIM {spec.head_dim}\n")
+        return [KERNELS / "paged.cu"]
     head = _ONE_HEAD_DIM.format(d=spec.head_dim)
     if spec.kind == "append":
         return [csrc / "page.cu", CSRC / "adapter_append.cu"]

@@ -18,7 +18,7 @@ CTYPES = {
 }
 """CUDA type of each dtype that FlashInfer's templates are instantiated with."""
 
-KINDS = ("append", "decode", "paged_decode", "prefill", "prefill_sm90", "step")
+KINDS = ("append", "decode", "paged", "prefill", "prefill_sm90")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -26,8 +26,8 @@ class ModuleSpec:
     """One shared library.
 
     - `kind`: `append` (all dtypes in one), `decode` (CUDA cores, one query token a row), `prefill` (tensor cores, FA2),
-      `prefill_sm90` (Hopper, FA3); and this project's own, for Hopper: `paged_decode` (one query token a row, options
-      at run time) and `step` (what lies around attention; all dtypes in one).
+      `prefill_sm90` (Hopper, FA3), or `paged`: this project's own, for Hopper: decode with options at run time, and
+      what lies around attention in a step of few tokens.
     - `query`, `kv`, `out`: dtypes of query, pool and kernel output. float32 output keeps the partial results of a split
       in float32.
     - `head_dim`; `window`, `soft_cap`: options compiled in.
@@ -50,9 +50,9 @@ class ModuleSpec:
     @property
     def name(self) -> str:
         """File stem and FFI target stem, unique per spec."""
-        if self.kind in ("append", "step"):
-            return self.kind
-        if self.kind == "paged_decode":
+        if self.kind == "append":
+            return "append"
+        if self.kind == "paged":
             return f"{self.kind}-{self.query}-{self.head_dim}"
         options = "".join(text for flag, text in ((self.window, "-window"), (self.soft_cap, "-cap")) if flag)
         return f"{self.kind}-{self.query}-{self.kv}-{self.out}-{self.head_dim}{options}"
@@ -72,10 +72,10 @@ def matrix(
 ) -> list[ModuleSpec]:
     """Every module that the backend can ask for, both tiers, within the given dtypes, head dims and options.
 
-    `kv_dtypes`: `"same"` is a pool of the query's dtype. `hopper`: with FA3 prefill, which takes no fp8 pools, and with
-    the kernels around attention.
+    `kv_dtypes`: `"same"` is a pool of the query's dtype. `hopper`: with FA3 prefill and this project's own kernels,
+    which take no fp8 pools.
     """
-    out = [ModuleSpec("append"), *([ModuleSpec("step")] if hopper else [])]
+    out = [ModuleSpec("append")]
     for query, kv, head_dim, option in itertools.product(dtypes, kv_dtypes, head_dims, options):
         window, soft_cap = OPTIONS[check_choice("matrix", "options", option, tuple(OPTIONS))]
         same = kv == "same"
@@ -84,10 +84,10 @@ def matrix(
         out += [ModuleSpec(kind, out="float32", **common) for kind in ("decode", "prefill")]
         if hopper and same:
             out.append(ModuleSpec("prefill_sm90", out=query, **common))
-            out.append(paged_decode(query, head_dim))
+            out.append(own(query, head_dim))
     return list(dict.fromkeys(out))
 
 
-def paged_decode(dtype: str, head_dim: int) -> ModuleSpec:
-    """The one module of this project's decode kernel for a dtype and a head dim."""
-    return ModuleSpec("paged_decode", query=dtype, kv=dtype, out=dtype, head_dim=head_dim)
+def own(dtype: str, head_dim: int) -> ModuleSpec:
+    """The one module of this project's kernels for a dtype and a head dim."""
+    return ModuleSpec("paged", query=dtype, kv=dtype, out=dtype, head_dim=head_dim)

@@ -22,19 +22,15 @@ _FUNCTIONS = {
     ),
 }
 _FUNCTIONS["prefill_sm90"] = _FUNCTIONS["prefill"]
-_FUNCTIONS["paged_decode"] = (
-    "paged_decode_run",
-    [
-        *("args", "rets"),
-        *(f"attrs.{a}" for a in ("blocks", "chunk", "window", "has_sinks", "parts", "cap", "scale")),
-    ],
-)
-_STEP_FUNCTIONS = {
+_DECODE = ("blocks", "split", "window", "has_sinks", "parts", "cap", "scale")
+_LAYERS = ("times", "plus", "pool_times", "pool_plus", "count", "num_pages")
+_LAYERS += ("blocks", "split", "window", "terms", "cap", "scale", "eps", "overlap")
+_OWN_FUNCTIONS = {
+    "decode": ("paged_decode", ["args", "rets", *(f"attrs.{a}" for a in _DECODE)]),
     "rotate_append": ("paged_rotate_append", ["args", "rets", "attrs.num_pages"]),
-    "enter": ("paged_enter", ["args", "rets", "attrs.eps", "attrs.overlap"]),
-    "leave": ("paged_leave", ["args", "rets", "attrs.eps", "attrs.overlap"]),
+    "layers": ("paged_layers", ["args", "rets", *(f"attrs.{a}" for a in _LAYERS)]),
 }
-"""Functions of the one `step` module."""
+"""Functions of a module of kind `paged`."""
 
 
 def default_directory() -> pathlib.Path:
@@ -59,7 +55,9 @@ def manifest(directory: pathlib.Path) -> dict:
 
 @functools.cache
 def ffi_target(spec: ModuleSpec, directory: pathlib.Path, name: str | None = None) -> str:
-    """Name of the XLA FFI target of a module, loaded and registered on first use. `name`: which of `step`'s functions.
+    """Name of the XLA FFI target of a module, loaded and registered on first use.
+
+    `name`: which function of a `paged` module.
 
     The library's bytes must match the manifest's SHA-256, and its key what this release would build (requirement X5):
     adapters and kernels that do not belong together are refused, not called.
@@ -85,7 +83,7 @@ def ffi_target(spec: ModuleSpec, directory: pathlib.Path, name: str | None = Non
         raise BackendUnavailableError(
             f"calling FlashInfer needs jax-tvm-ffi ({error}). Run: pip install 'paged[flashinfer]'"
         ) from None
-    function, arguments = _FUNCTIONS[spec.kind] if name is None else _STEP_FUNCTIONS[name]
+    function, arguments = _FUNCTIONS[spec.kind] if name is None else _OWN_FUNCTIONS[name]
     target = f"paged.flashinfer.{spec.name}.{name or spec.kind}.{entry['key']}"
     module = tvm_ffi.load_module(str(file))
     jax_tvm_ffi.register_ffi_target(

@@ -72,7 +72,7 @@ def paged_decode(
     target: str,
     query: Float[Array, "t h d"],
     pool: KvArrays,
-    lists: tuple[Array, ...],
+    page_ids: Int32[Array, " l"],
     words: Int32[Array, " w"],
     sinks: Float[Array, " h"] | None,
     *,
@@ -81,10 +81,7 @@ def paged_decode(
     float_bytes: int,
     attributes: dict[str, Any],
 ) -> tuple[Float[Array, "n h d"], Float[Array, "n h"]]:
-    """Output of each item in the query's dtype, and its natural-log LSE; +0 and −∞ for an item without attention.
-
-    `lists`: page offsets, page ids and lengths of the rows.
-    """
+    """Output of each item in the query's dtype, and its natural-log LSE; +0 and −∞ for an item without attention."""
     shape = (items, *query.shape[1:])
     results = (
         jax.ShapeDtypeStruct(shape, query.dtype),
@@ -96,7 +93,7 @@ def paged_decode(
         query,
         pool.keys,
         pool.values,
-        *lists,
+        page_ids,
         words,
         given,
         blocks=np.int64(blocks),

@@ -27,6 +27,10 @@ DECODE_TILE = 16
 
 _NO_CHUNK = 1 << 30
 
+LONG_ROW = 8192
+"""Rows of more tokens are cut into pieces twice as long by this project's kernel: fewer partial results, and enough
+pieces all the same. It follows from the row's own length, so its neighbours do not enter its bits."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StaticPlan:
@@ -34,11 +38,12 @@ class StaticPlan:
 
     - `decode`: `"paged"` (this project's kernel), `"cuda_cores"` or `"tensor_cores"` (FlashInfer's).
     - `prefill`: `"fa2"`, `"fa3"`, or None in a rung of single tokens.
-    - `chunk`: tokens of one piece of a row split in decode; None for no split.
+    - `chunk`: tokens of one piece of a row split in decode (see `LONG_ROW`); None for no split.
     - `decode_blocks`: bound on the pieces of all rows. `prefill_blocks`: bound on the tiles of queries.
     - `tile`: query rows of a prefill tile: tokens for fa3, tokens × group for fa2.
     - `ctas`: thread blocks per head that fa3 is launched with: the number of SMs.
     - `window`: tokens visible, where decode's pieces outside of it are left out; else None.
+    - `fa2_tile`: of FA2, where a step that asks for sinks takes it instead of FA3.
 
     Where no row of the rung is longer than a chunk, nothing is split: one piece has the bits of the whole row, and the
     kernel that merges pieces is not run.
@@ -53,6 +58,14 @@ class StaticPlan:
     prefill_blocks: int
     ctas: int
     window: int | None = None
+    fa2_tile: int = 64
+
+    def as_fa2(self) -> StaticPlan:
+        """The same plan with FA2 prefill."""
+        if self.prefill == "fa2":
+            return self
+        blocks = _prefill_blocks(self.rung, self.fa2_tile, self.rung.group_size or 1)
+        return dataclasses.replace(self, prefill="fa2", tile=self.fa2_tile, prefill_blocks=blocks, ctas=0)
 
     @property
     def by_token(self) -> bool:
@@ -63,13 +76,15 @@ class StaticPlan:
 class PlanArrays(eqx.Module):
     """What depends on lengths.
 
-    - `decode_words`, `prefill_words`: the kernels' int32 workspaces.
+    - `decode_words`, `prefill_words`: the kernels' int32 workspaces; `sink_words`: FA2's, for steps that ask for sinks.
+      What a step does not read is not computed.
     - `first_token` (r,): each row's first token; `token_row` (t,): each token's row; both clipped into range.
     - `single`, `live` (t,): tokens of one-token rows; tokens whose output is attention (the others get +0).
     """
 
     decode_words: Int32[Array, " a"]
     prefill_words: Int32[Array, " b"] | None
+    sink_words: Int32[Array, " c"] | None
     first_token: Int32[Array, " r"]
     token_row: Int32[Array, " t"]
     single: Bool[Array, " t"]
@@ -78,11 +93,18 @@ class PlanArrays(eqx.Module):
     page_offsets: Int32[Array, " r1"]
     page_ids: Int32[Array, " l"]
     last_page_len: Int32[Array, " r"]
-    kv_lens: Int32[Array, " r"]
 
 
 def static_plan(
-    rung: Rung, *, decode: str, prefill: str, chunk: int | None, tile: int, ctas: int, window: int | None = None
+    rung: Rung,
+    *,
+    decode: str,
+    prefill: str,
+    chunk: int | None,
+    tile: int,
+    ctas: int,
+    window: int | None = None,
+    fa2_tile: int = 64,
 ) -> StaticPlan:
     """Bounds for one rung. Blocks past the real number return at once, so the bounds cost little."""
     items = rung.tokens if decode == "paged" and rung.max_query_len <= 1 else rung.rows
@@ -91,7 +113,6 @@ def static_plan(
     if chunk is not None:
         most = items + rung.listed_pages * rung.tokens_per_page // chunk
         blocks = min(items * max(1, pages_for(rung.max_kv_len, chunk)), most)
-    rows_per_token = (rung.group_size or 1) if prefill == "fa2" else 1
     long_rows = min(rung.rows, rung.tokens // 2)
     return StaticPlan(
         rung=rung,
@@ -100,10 +121,16 @@ def static_plan(
         chunk=chunk,
         decode_blocks=max(1, blocks),
         tile=tile,
-        prefill_blocks=rung.tokens * rows_per_token // tile + long_rows,
+        prefill_blocks=_prefill_blocks(rung, tile, (rung.group_size or 1) if prefill == "fa2" else 1),
         ctas=ctas,
         window=window,
+        fa2_tile=fa2_tile,
     )
+
+
+def _prefill_blocks(rung: Rung, tile: int, rows_per_token: int) -> int:
+    """Bound on the tiles of queries of all rows of at least two tokens."""
+    return rung.tokens * rows_per_token // tile + min(rung.rows, rung.tokens // 2)
 
 
 def plan_arrays(static: StaticPlan, table: TableArrays) -> PlanArrays:
@@ -115,20 +142,22 @@ def plan_arrays(static: StaticPlan, table: TableArrays) -> PlanArrays:
     single_row = (query_lens == 1) & (kv_lens > 0)
     live = (token < offsets[-1]) & (kv_lens[row] > 0)
     longer = jnp.where(single_row | (kv_lens == 0), 0, query_lens)
-    prefill_words = None
+    prefill_words, sink_words = None, None
     if static.prefill == "fa3":
         prefill_words = _fa3_words(static, table, longer)
+        sink_words = _fa2_words(static.as_fa2(), longer, kv_lens, offsets)
     elif static.prefill == "fa2":
         prefill_words = _fa2_words(static, longer, kv_lens, offsets)
     first_token = jnp.clip(offsets[:-1], 0, max(rung.tokens - 1, 0))
     single = single_row[row] & live
     if static.decode == "paged":
-        decode_words = _paged_words(static, kv_lens, single_row, first_token, row, single)
+        decode_words = _paged_words(static, kv_lens, single_row, first_token, row, single, table.page_offsets)
     else:
         decode_words = _decode_words(static, jnp.where(single_row, kv_lens, 0), offsets, row)
     return PlanArrays(
         decode_words=decode_words,
         prefill_words=prefill_words,
+        sink_words=sink_words,
         first_token=first_token,
         token_row=row,
         single=single,
@@ -137,7 +166,6 @@ def plan_arrays(static: StaticPlan, table: TableArrays) -> PlanArrays:
         page_offsets=table.page_offsets,
         page_ids=table.page_ids,
         last_page_len=table.last_page_len,
-        kv_lens=kv_lens,
     )
 
 
@@ -254,24 +282,34 @@ def _paged_words(
     first_token: Int32[Array, " r"],
     token_row: Int32[Array, " t"],
     single: Bool[Array, " t"],
+    page_offsets: Int32[Array, " r1"],
 ) -> Int32[Array, " n"]:
-    """Rows and query tokens of the items, and, if split, the pieces: one after another, with nothing between.
+    """What each thread block needs to start, 8 words each: item or −1, whether it has attention, its
+    query's token, its length, where its page ids begin, the piece's first token and the one past its last. Then live
+    of each item, and, if split, offsets.
 
-    An item is a token in a rung of single tokens, a row elsewhere; −1 as its row means that it has no attention.
+    An item is a token in a rung of single tokens, a row elsewhere.
     """
     if static.by_token:
         row, token = jnp.where(single, token_row, -1), jnp.arange(single.shape[0], dtype=jnp.int32)
     else:
         row, token = jnp.where(single_row, jnp.arange(kv_lens.shape[0], dtype=jnp.int32), -1), first_token
-    if static.chunk is None:
-        return jnp.concatenate([row, token])
     lens = jnp.where(row >= 0, kv_lens[jnp.maximum(row, 0)], 0)
-    skipped = jnp.zeros_like(lens) if static.window is None else jnp.maximum(lens - static.window, 0) // static.chunk
-    offsets = _offsets(_pieces(static, lens) - skipped)
-    block = jnp.arange(static.decode_blocks, dtype=jnp.int32)
-    item = jnp.minimum(_find(offsets, block), row.shape[0] - 1)
-    piece = block - offsets[item] + skipped[item]
-    return jnp.concatenate([row, token, offsets, jnp.where(block < offsets[-1], item, -1), piece])
+    block, live = jnp.arange(static.decode_blocks, dtype=jnp.int32), (row >= 0).astype(jnp.int32)
+    if static.chunk is None:
+        item, taken, offsets = block, block, []
+        begin, end = jnp.zeros_like(block), jnp.full_like(block, _NO_CHUNK)
+    else:
+        chunk = jnp.where(lens > LONG_ROW, 2 * static.chunk, static.chunk)
+        skipped = jnp.zeros_like(lens) if static.window is None else jnp.maximum(lens - static.window, 0) // chunk
+        ends = _offsets((lens + chunk - 1) // chunk - skipped)
+        item = jnp.minimum(_find(ends, block), row.shape[0] - 1)
+        taken, offsets = jnp.where(block < ends[-1], item, -1), [ends]
+        begin = (block - ends[item] + skipped[item]) * chunk[item]
+        end = begin + chunk[item]
+    pages = page_offsets[jnp.maximum(row, 0)]
+    columns = [taken, live[item], token[item], lens[item], pages[item], begin, end, jnp.zeros_like(block)]
+    return jnp.concatenate([jnp.stack(columns, axis=1).reshape(-1), live, *offsets])
 
 
 def _decode_words(

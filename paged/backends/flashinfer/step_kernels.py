@@ -1,4 +1,4 @@
-"""The kernels around attention in steps of few tokens: when they apply, and their FFI calls."""
+"""Whole layers of a step of few tokens by this project's kernels: when they apply, and the FFI call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
+
+from paged.backends.flashinfer.plan import StaticPlan, decode_info
+from paged.backends.protocol import KvArrays, LayerAt, LayerSizes, LayerWeights, StepPlan
+from paged.common import AttentionSpec
 
 MOST_TOKENS = 16
 """Tokens of a step, at most: two tiles of 8, which the kernels keep in shared memory whole."""
@@ -20,80 +24,99 @@ CHUNK = 512
 _MOST_CHUNKS, _MOST_SPLITS, _MOST_HIDDEN = 8, 4, 16384
 
 
+def decode_attributes(static: StaticPlan, spec: AttentionSpec) -> dict[str, Any]:
+    """Attributes of the decode kernel that follow from plan and spec."""
+    return {
+        "split": np.int64(static.chunk is not None),
+        "window": np.int64(spec.window or 0),
+        "cap": float(spec.soft_cap or 0.0),
+        "scale": float(spec.scale),
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class StepKernels:
     """`paged.backends.protocol.LayerKernels` for one geometry.
 
-    - `target`: name of a function of the `step` module -> its FFI target.
     - `output_splits`, `down_splits`: parts that the inputs of the two products into the residual stream are cut into.
       They depend on the model alone, so bits depend neither on the batch nor on the device.
+    - `terms`: of a decode weight, see `FlashInferBackend`.
     """
 
-    target: Callable[[str], str]
-    packed: int
-    intermediate: int
+    target: Callable[[], str]
+    sizes: LayerSizes
     output_splits: int
     down_splits: int
+    terms: int
     overlap: bool
 
     @classmethod
     def fitting(
-        cls,
-        target: Callable[[str], str],
-        tokens: int,
-        hidden: int,
-        intermediate: int,
-        heads: tuple[int, int, int],
-        dtype: str,
-        overlap: bool,
+        cls, target: Callable[[], str], tokens: int, sizes: LayerSizes, dtype: str, terms: int, overlap: bool
     ) -> StepKernels | None:
-        """Kernels for a model, or None where they do not fit it or the step.
-
-        `heads`: query heads, KV heads, head dim.
-        """
-        query_heads, kv_heads, dim = heads
-        packed, attended = (query_heads + 2 * kv_heads) * dim, query_heads * dim
-        into = [_splits(hidden), _splits(attended), _splits(intermediate)]
-        rows = all(n % 16 == 0 for n in (packed, hidden, intermediate))
-        fits = tokens <= MOST_TOKENS and dtype in ("bfloat16", "float16") and hidden <= _MOST_HIDDEN
+        """Kernels for a model, or None where they do not fit it or the step."""
+        attended = sizes.num_query_heads * sizes.head_dim
+        packed = attended + 2 * sizes.num_kv_heads * sizes.head_dim
+        into = [_splits(n) for n in (sizes.hidden_size, attended, sizes.intermediate_size)]
+        rows = all(n % 16 == 0 for n in (packed, sizes.hidden_size, sizes.intermediate_size))
+        fits = tokens <= MOST_TOKENS and dtype in ("bfloat16", "float16") and sizes.hidden_size <= _MOST_HIDDEN
         if not fits or not rows or None in into or into[0] != 1:
             return None
-        return cls(target, packed, intermediate, into[1] or 1, into[2] or 1, overlap)
+        return cls(target, sizes, into[1] or 1, into[2] or 1, terms, overlap)
 
     def start(self, x: Float[Array, "t m"]) -> Float[Array, "s t m"]:
         """See `LayerKernels`."""
         return jnp.zeros((self.down_splits, *x.shape), jnp.float32)
 
-    def enter(
-        self, x: Float[Array, "t m"], parts: Float[Array, "s t m"], norm: Array, weight: Array, layer: Array, eps: float
-    ) -> tuple[Float[Array, "t m"], Float[Array, "t n"]]:
-        """See `LayerKernels`."""
-        results = [x, x, jax.ShapeDtypeStruct((x.shape[0], self.packed), x.dtype)]
-        new, _, out = self._call("enter", results, x, parts, norm, weight, layer, eps=float(eps))
-        return new, out
-
-    def leave(
+    def layers(
         self,
-        heads: Float[Array, "t n"],
         x: Float[Array, "t m"],
-        output: Array,
-        norm: Array,
-        gate_up: Array,
-        down: Array,
-        layer: Array,
+        parts: Float[Array, "s t m"],
+        pool: KvArrays,
+        weights: LayerWeights,
+        counter: Int32[Array, ""],
+        at: LayerAt,
+        cos: Float[Array, "t half"],
+        sin: Float[Array, "t half"],
+        plan: StepPlan,
         eps: float,
-    ) -> tuple[Float[Array, "t m"], Float[Array, "s t m"]]:
+    ) -> tuple[Float[Array, "t m"], Float[Array, "s t m"], KvArrays]:
         """See `LayerKernels`."""
-        parts = [jax.ShapeDtypeStruct((s, *x.shape), jnp.float32) for s in (self.down_splits, self.output_splits)]
-        inner = jax.ShapeDtypeStruct((x.shape[0], self.intermediate), x.dtype)
-        operands = (heads, x, output, norm, gate_up, down, layer)
-        new, left, *_ = self._call("leave", [x, *parts, x, inner], *operands, eps=float(eps))
-        return new, left
+        tokens, heads, dim = x.shape[0], self.sizes.num_query_heads, self.sizes.head_dim
+        _, float_bytes = decode_info(plan.static, query_heads=heads, head_dim=dim)
 
-    def _call(self, name: str, results: list[Any], *operands: Array, **attributes: Any) -> list[Array]:
-        structs = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
-        call = jax.ffi.ffi_call(self.target(name), structs)
-        return list(call(*operands, overlap=np.int64(self.overlap), **attributes))
+        def new(*shape: int, dtype: Any = x.dtype) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        in_place = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, parts, pool.keys, pool.values)]
+        scratch = [
+            new(*x.shape),
+            new(tokens, *weights.qkv.shape[1:-1]),
+            new(tokens, heads, dim),
+            new(tokens, heads, dim),
+            new(tokens, heads, dtype=jnp.float32),
+            new(max(float_bytes, 16), dtype=jnp.uint8),
+            new(self.output_splits, *x.shape, dtype=jnp.float32),
+            new(tokens, self.sizes.intermediate_size),
+        ]
+        call = jax.ffi.ffi_call(self.target(), [*in_place, *scratch], input_output_aliases={i: i for i in range(4)})
+        x, parts, keys, values, *_ = call(
+            *(x, parts, pool.keys, pool.values),
+            *(weights.attention_norm, weights.qkv, weights.output, weights.mlp_norm, weights.gate_up, weights.down),
+            *(counter, cos, sin, plan.write_slots, plan.arrays.page_ids, plan.arrays.decode_words),
+            times=np.int64(at.times),
+            plus=np.int64(at.plus),
+            pool_times=np.int64(at.times * at.block),
+            pool_plus=np.int64(at.plus * at.block + at.position),
+            count=np.int64(at.count),
+            num_pages=np.int64(plan.rung.num_pages),
+            blocks=np.int64(plan.static.decode_blocks),
+            terms=np.int64(self.terms),
+            eps=float(eps),
+            overlap=np.int64(self.overlap),
+            **decode_attributes(plan.static, plan.spec),
+        )
+        return x, parts, KvArrays(keys, values, words_of=pool.words_of)
 
 
 def _splits(inputs: int) -> int | None:

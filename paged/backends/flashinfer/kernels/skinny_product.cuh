@@ -9,11 +9,8 @@
 // dependent launch); x is waited for.
 #pragma once
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
 
-#include <cstdint>
+#include "common.cuh"
 
 namespace paged {
 
@@ -26,9 +23,6 @@ constexpr int kThreads = (kConsumers + 2) * 32;
 
 enum class Out { kRounded, kGated, kFloat };
 
-__device__ __forceinline__ uint32_t smem_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 __device__ __forceinline__ void barrier_init(uint64_t* b, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(b)), "r"(count));
 }
@@ -56,42 +50,8 @@ __device__ __forceinline__ void copy_rows(void* to, const CUtensorMap* map, int 
       : "memory");
 }
 constexpr uint64_t kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000;
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" :::); }
-
-template <typename T>
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                    uint32_t b1);
-template <>
-__device__ __forceinline__ void mma<nv_bfloat16>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                                 uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma<half>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                          uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-template <typename T>
-__device__ __forceinline__ T rounded(float x);
-template <>
-__device__ __forceinline__ nv_bfloat16 rounded<nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-template <>
-__device__ __forceinline__ half rounded<half>(float x) {
-  return __float2half_rn(x);
-}
-
 struct Product {
-  const int* layer;  // which of the stacked weights; null is the only one
+  Layer layer;       // which of the stacked weights
   void* out;         // kRounded, kGated: T (tokens, n); kFloat: float (splits, tokens, n), to be added up
   int tokens, n, k;  // n: columns of the output
   int splits;        // of k over thread blocks; more than one only for kFloat
@@ -135,7 +95,7 @@ __global__ __launch_bounds__(kThreads, 1) void skinny_product(const __grid_const
 
   if (warp == kConsumers) {
     if (lane != 0) return;
-    const int first = p.layer == nullptr ? 0 : *p.layer * p.layer_rows;
+    const int first = p.layer.of() * p.layer_rows;
     int step = 0;
     for (int tile = group; tile < tiles; tile += groups) {
       const int low = first + tile * kColumns, high = low + (OUT == Out::kGated ? p.n : 8);
@@ -182,8 +142,8 @@ __global__ __launch_bounds__(kThreads, 1) void skinny_product(const __grid_const
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
           const uint4 v = *reinterpret_cast<const uint4*>(b + i * kHalf + at[j]);
-          mma<T>(acc[i], top.x, low.x, top.y, low.y, v.x, v.y);
-          mma<T>(acc[i], top.z, low.z, top.w, low.w, v.z, v.w);
+          mma<T>(acc[i], {top.x, low.x, top.y, low.y}, v.x, v.y);
+          mma<T>(acc[i], {top.z, low.z, top.w, low.w}, v.z, v.w);
         }
       }
       __syncwarp();

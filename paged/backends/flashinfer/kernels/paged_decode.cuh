@@ -10,21 +10,13 @@
 // each product is float32's; with PARTS = 1 weights are rounded to 16 bits, as usual. Each tile is summed from zero and
 // then added with rounding to nearest, because tensor cores truncate what they accumulate.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
-#include <cstdint>
-#include <type_traits>
+#include "common.cuh"
 
 namespace paged {
 
 constexpr int kTile = 16;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-__device__ __forceinline__ uint32_t smem_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 __device__ __forceinline__ float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -50,7 +42,6 @@ struct Pair<nv_bfloat16> {
   static __device__ __forceinline__ float2 wide(uint32_t v) {
     return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(v));
   }
-  static __device__ __forceinline__ nv_bfloat16 one(float a) { return __float2bfloat16_rn(a); }
 };
 template <>
 struct Pair<half> {
@@ -62,23 +53,8 @@ struct Pair<half> {
   static __device__ __forceinline__ float2 wide(uint32_t v) {
     return __half22float2(reinterpret_cast<const __half2&>(v));
   }
-  static __device__ __forceinline__ half one(float a) { return __float2half_rn(a); }
 };
 
-template <typename T>
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<T, half>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -104,25 +80,28 @@ __device__ __forceinline__ float weight_of(float maximum, float top) {
   return maximum == -INFINITY ? 0.f : exp2_of(maximum - top);
 }
 
+// What a block needs to start, in two 16-byte words: `item` is −1 for no piece; `live` 0 for an item without attention, which
+// gets +0 and −inf; `pages` is where the row's page ids begin; the piece is tokens `begin` … `end` − 1 of `length`.
+struct Block {
+  int item, live, token, length, pages, begin, end, unused;
+};
+
 struct Decode {
-  const void* query;        // (tokens, heads, D)
-  const void* keys;         // (pages, page_size, kv_heads, D)
+  const void* query;    // (tokens, heads, D)
+  const void* keys;     // (pages, page_size, kv_heads, D)
   const void* values;
-  const int* page_offsets;  // (rows + 1)
   const int* page_ids;
-  const int* kv_lens;       // (rows)
-  const int* item_row;      // (items): −1 writes +0 and −inf
-  const int* item_token;    // (items): of the query
-  const int* offsets;       // (items + 1): of each item's pieces; null is one piece each
-  const int* block_item;    // (blocks): −1 is no piece
-  const int* block_piece;   // (blocks): piece c is tokens c × chunk … (c + 1) × chunk − 1
-  const float* sinks;       // (heads), or null
-  void* out;                // (items, heads, D)
-  float* lse;               // (items, heads), natural logarithm
-  float* part;              // (blocks, heads, D), then (blocks, heads, 2): sums not yet divided; maximum and sum
-  int blocks, kv_heads, group, page_size, chunk;
-  int window;               // tokens visible, or 0
-  float scale, cap;         // of logits; cap 0 is none
+  Layer layer;          // of which pool: `num_pages` × layer is added to page ids
+  const Block* plan;    // (blocks)
+  const int* live;      // (items)
+  const int* offsets;   // (items + 1): of each item's pieces; null is one piece each
+  const float* sinks;   // (heads), or null
+  void* out;            // (items, heads, D)
+  float* lse;           // (items, heads), natural logarithm
+  float* part;          // (blocks, heads, D), then (blocks, heads, 2): sums not yet divided; maximum and sum
+  int blocks, kv_heads, group, page_size, num_pages;
+  int window;           // tokens visible, or 0
+  float scale, cap;     // of logits; cap 0 is none
 };
 
 // Sum o under maximum m and weight l as output and natural LSE; the sink is one more weight, of no value.
@@ -146,46 +125,32 @@ __global__ __launch_bounds__(WARPS * 32, 1) void paged_decode(const Decode p) {
   // KV heads of one piece side by side: what lies together in memory is read together.
   const int block = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads, heads = p.kv_heads * p.group;
   const bool split = p.offsets != nullptr;
-  int item = block, piece = 0;
-  if (split) {
-    piece = p.block_piece[block];
-    item = p.block_item[block];
+  const Block at_block = p.plan[block];
+  const int item = at_block.item, length = at_block.length;
+  let_next_kernel_start();
+  if (item < 0 || !at_block.live) {
+    wait_for_previous_kernel();
     if (item < 0) return;
-  }
-  const int row = p.item_row[item];
-  T* out = static_cast<T*>(p.out) + (static_cast<int64_t>(item) * heads + kv_head * p.group) * D;
-  if (row < 0) {
-    for (int i = threadIdx.x; i < p.group * D; i += WARPS * 32) out[i] = Pair<T>::one(0.f);
+    T* none = static_cast<T*>(p.out) + (static_cast<int64_t>(item) * heads + kv_head * p.group) * D;
+    for (int i = threadIdx.x; i < p.group * D; i += WARPS * 32) none[i] = rounded<T>(0.f);
     if (threadIdx.x < p.group) p.lse[static_cast<int64_t>(item) * heads + kv_head * p.group + threadIdx.x] = -INFINITY;
     return;
   }
-  const int length = p.kv_lens[row], start = p.window > 0 ? max(length - p.window, 0) : 0;
-  const int from = max(start, piece * p.chunk), to = min(length, (piece + 1) * p.chunk);
+  T* out = static_cast<T*>(p.out) + (static_cast<int64_t>(item) * heads + kv_head * p.group) * D;
+  const int start = p.window > 0 ? max(length - p.window, 0) : 0;
+  const int from = max(start, at_block.begin), to = min(length, at_block.end);
   const int first = from / kTile + (warp - from / kTile % WARPS + WARPS) % WARPS;  // tile i is always warp i % WARPS's
   const int end = (to + kTile - 1) / kTile;
   const int count = first < end ? (end - first + WARPS - 1) / WARPS : 0;
-  const int* pages = p.page_ids + p.page_offsets[row];
-
-  // The queries of this KV head, as right operands: head g of each eight, dimensions in pairs.
-  uint32_t q[NT][D / 16][2];
-  const T* query = static_cast<const T*>(p.query) + (static_cast<int64_t>(p.item_token[item]) * heads + kv_head * p.group) * D;
-#pragma unroll
-  for (int n = 0; n < NT; ++n) {
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-      const bool real = n * 8 + g < p.group;
-      const uint32_t* words = reinterpret_cast<const uint32_t*>(query + (real ? n * 8 + g : 0) * D + k * 16 + t * 2);
-      q[n][k][0] = real ? words[0] : 0;
-      q[n][k][1] = real ? words[4] : 0;
-    }
-  }
+  const int* pages = p.page_ids + at_block.pages;
+  const int base = p.layer.of() * p.num_pages;
 
   const uint32_t mine = smem_address(shared) + warp * STAGES * kStage;
   // Lane i < 16 looks up where token i of a tile lies; a page id is asked for one tile before it is needed.
   auto lookup = [&](int i) {
     const int token = (first + i * WARPS) * kTile + lane % kTile;
     const bool read = i < count && token >= from && token < to;
-    const int page = read ? pages[token / p.page_size] : 0;
+    const int page = read ? pages[token / p.page_size] + base : 0;
     return read ? (static_cast<int64_t>(page) * p.page_size + token % p.page_size) * p.kv_heads + kv_head : int64_t{-1};
   };
   int64_t next = lookup(0);
@@ -205,10 +170,28 @@ __global__ __launch_bounds__(WARPS * 32, 1) void paged_decode(const Decode p) {
     }
     next = lookup(i + 1);
   };
+  // The kernel before appends the last token, and nothing else of what is read here: tiles before it can be fetched now.
+  const bool early = (first + (STAGES - 2) * WARPS + 1) * kTile < length;
+  if (!early) wait_for_previous_kernel();
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     if (i < count) fetch(i);
     asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  if (early) wait_for_previous_kernel();
+
+  // The queries of this KV head, as right operands: head g of each eight, dimensions in pairs.
+  uint32_t q[NT][D / 16][2];
+  const T* query = static_cast<const T*>(p.query) + (static_cast<int64_t>(at_block.token) * heads + kv_head * p.group) * D;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+      const bool real = n * 8 + g < p.group;
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(query + (real ? n * 8 + g : 0) * D + k * 16 + t * 2);
+      q[n][k][0] = real ? words[0] : 0;
+      q[n][k][1] = real ? words[4] : 0;
+    }
   }
 
   float maximum[NT][2], sum[NT][2], o[NT][D / 16][4];
@@ -301,7 +284,6 @@ __global__ __launch_bounds__(WARPS * 32, 1) void paged_decode(const Decode p) {
     __syncwarp();
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" :::);
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -353,21 +335,22 @@ __global__ __launch_bounds__(WARPS * 32, 1) void paged_decode(const Decode p) {
         pair[1] = l;
       }
     } else {
-      out[i] = Pair<T>::one(finish<T>(x, top, l, p.sinks, query_head));
+      out[i] = rounded<T>(finish<T>(x, top, l, p.sinks, query_head));
       if (d == 0) p.lse[static_cast<int64_t>(item) * heads + query_head] = (top + __log2f(l)) * kLn2;
     }
   }
 }
 
-// Pieces of an item added up in their order. One block of D threads for each item and query head.
+// Pieces of an item added up in their order. One block of D threads for each item and query head, heads side by side.
 template <typename T, int D>
-__global__ void merge_pieces(const Decode p) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int item = blockIdx.x, head = blockIdx.y, heads = gridDim.y, d = threadIdx.x;
+__global__ void merge_pieces(const Decode p, int heads) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int item = blockIdx.x / heads, head = blockIdx.x % heads, d = threadIdx.x;
   const int64_t at = static_cast<int64_t>(item) * heads + head;
   T* out = static_cast<T*>(p.out) + at * D;
-  if (p.item_row[item] < 0) {
-    out[d] = Pair<T>::one(0.f);
+  if (!p.live[item]) {
+    out[d] = rounded<T>(0.f);
     if (d == 0) p.lse[at] = -INFINITY;
     return;
   }
@@ -382,7 +365,7 @@ __global__ void merge_pieces(const Decode p) {
     l += pairs[from * 2 + 1] * keep;
     x += p.part[from * D + d] * keep;
   }
-  out[d] = Pair<T>::one(finish<T>(x, top, l, p.sinks, head));
+  out[d] = rounded<T>(finish<T>(x, top, l, p.sinks, head));
   if (d == 0) p.lse[at] = (top + __log2f(l)) * kLn2;
 }
 
