@@ -13,6 +13,7 @@ FINDINGS = (
     "soft-cap-overflow",
     "batch-composition",
     "segments-follow-heads",
+    "outputs-written-twice",
     "head-dim-in-segments",
     "page-size-power-of-two",
     "empty-row-in-segments",

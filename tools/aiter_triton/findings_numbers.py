@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -190,3 +192,49 @@ def segments_follow_heads() -> Evidence:
         moved > 0 and worst(problem, whole) < 1e-5,
         {"moved": moved, "of": whole.numel(), "error": worst(problem, whole)},
     )
+
+
+@finding(
+    name="outputs-written-twice",
+    what="where the query heads of a KV head do not divide 16, programs of neighbouring blocks store the same outputs; "
+    "with a window their bits can differ, so what is kept depends on which comes last",
+    where=f"{VENDOR}/_triton_kernels/unified_attention.py:374",
+    consequence="none here, where programs come in one order; on a device such groups with a window may not repeat",
+)
+def outputs_written_twice() -> Evidence:
+    found = {}
+    for name, heads, window in (("3 heads, window 8", 3, 8), ("3 heads, no window", 3, 0), ("4 heads, window 8", 4, 8)):
+        problem = lowered(make([40], [140], heads=heads, kv_heads=1), 5)
+        out = torch.zeros_like(problem.query)
+        with recorded_stores(out) as stores:
+            kernels.attend(
+                problem.query, problem.key_pool, problem.value_pool, out, **problem.arrays(), scale=0.125, window=window
+            )
+        twice = [words for words in stores.values() if len(words) > 1]
+        found[name] = {"stored twice": len(twice), "with other bits": sum(len(set(words)) > 1 for words in twice)}
+    raced, equal, single = found.values()
+    seen = raced["with other bits"] > 0 == equal["with other bits"] and equal["stored twice"] > 0
+    return Evidence(seen and single["stored twice"] == 0, found)
+
+
+@contextlib.contextmanager
+def recorded_stores(out: torch.Tensor) -> Iterator[dict[int, list[int]]]:
+    """Address -> words stored there, of every store of a kernel into float32 `out`, in order."""
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    stock, stores, start = builder.create_masked_store, {}, out.data_ptr()
+    end = start + out.numel() * out.element_size()
+
+    def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
+        at, words, kept = np.broadcast_arrays(pointers.data, value.data, mask.data.astype(bool))
+        for address, word in zip(at[kept].tolist(), words[kept].view(np.uint32).tolist()):
+            if start <= address < end:
+                stores.setdefault(address, []).append(word)
+        return stock(self, pointers, value, mask, cache_policy)
+
+    builder.create_masked_store = create_masked_store
+    try:
+        yield stores
+    finally:
+        builder.create_masked_store = stock
