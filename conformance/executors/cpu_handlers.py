@@ -43,19 +43,20 @@ class CpuHandlers:
         from paged.backends.aiter.contract import TARGETS
         from paged.backends.aiter.targets import provide
 
-        register_library(self._build(), tuple(TARGETS), provider=f"cpu-handlers {self.directory.name}", to=provide)
+        register_library(self.library(), tuple(TARGETS), provider=f"cpu-handlers {self.directory.name}", to=provide)
         return {"platform": "cpu"}
 
     def describe(self) -> Mapping[str, Any]:
         """Digests of sources and library, and the compiler's own words about its version."""
-        library = self._build()
+        library = self.library()
         return {
             "sources": digest_files((p.name, p) for p in sources(self.directory)),
             "library": f"sha256:{hashlib.sha256(library.read_bytes()).hexdigest()}",
             "compiler": compiler_version(find_compiler(self.compiler)),
         }
 
-    def _build(self) -> Path:
+    def library(self) -> Path:
+        """The compiled library, built on first use."""
         units = [p for p in sources(self.directory) if p.suffix == ".cc" and not p.name.startswith("broken")]
         return build(units, self.directory, compiler=self.compiler)
 

@@ -52,13 +52,37 @@ class Kit:
         return tuple(c for c in self.checks if executor in c.executors and (large or not c.opt_in))
 
 
+WITH_LIBRARIES = ("native", "cpu-handlers")
+"""Where compiled handlers serve the targets: they can be asked what they decode, and refuse what the vendor's do."""
+
 AITER = Kit(
-    modules=("conformance.kits.aiter.lowered", "conformance.kits.aiter.vendor"),
+    modules=tuple(f"conformance.kits.aiter.{name}" for name in ("process", "lowered", "calls", "steps", "vendor")),
     checks=(
+        KitCheck("kit/audit/modules", 0, "no torch, transformers or triton in the process", WITH_LIBRARIES),
+        KitCheck("kit/audit/device", 0, "the cases run where the executor says", EXECUTING),
+        KitCheck("kit/audit/targets", 0, "one provider serves every target of the route", EXECUTING),
+        KitCheck("kit/audit/runtime", 0, "exactly one HIP runtime is mapped, none off the device", WITH_LIBRARIES),
+        KitCheck("kit/abi/decoded", 0, "compiled handlers decode by the contract, as XLA says itself", WITH_LIBRARIES),
+        KitCheck("kit/alias-probe", 0, "a donated buffer is changed in place through an FFI alias", WITH_LIBRARIES),
         KitCheck("kit/lowering/contract", 0, "every call of a lowered step is by the contract, to the bit", EVERYWHERE),
         KitCheck("kit/lowering/donation", 0, "a lowered step donates its pool and aliases every append", EVERYWHERE),
         KitCheck("kit/lowering/sharding", 0, "a lowered step's calls get one device's heads, on 3 meshes", EVERYWHERE),
         KitCheck("kit/lowering/collectives", 0, "a lowered step has no collective", EVERYWHERE),
+        KitCheck("kit/rounding/decode", 2, "decode rounds to bfloat16 to nearest", WITH_LIBRARIES),
+        KitCheck("kit/rounding/prefill", 2, "prefill rounds to bfloat16 to nearest", WITH_LIBRARIES),
+        KitCheck("kit/sharded/decode", 4, "decode over 2, 4 and 8 devices has one device's bits", WITH_LIBRARIES),
+        KitCheck("kit/sharded/prefill", 4, "so has prefill, and pools are equal", WITH_LIBRARIES),
+        KitCheck("kit/donation/decode", 0, "a compiled decode step copies no pool, over three steps", WITH_LIBRARIES),
+        KitCheck("kit/donation/mixed", 0, "a compiled mixed step copies no pool, over three steps", WITH_LIBRARIES),
+        KitCheck("kit/refused/decode-configurations", 0, "decode refuses what is not compiled", WITH_LIBRARIES),
+        KitCheck("kit/refused/prefill-soft-cap", 0, "prefill refuses a soft cap", WITH_LIBRARIES),
+        KitCheck("kit/refused/attribute-widths", 0, "attributes of another width are refused", WITH_LIBRARIES),
+        KitCheck("kit/recorded/decode-soft-cap", 0, "what decode does with a soft cap is recorded", WITH_LIBRARIES),
+        KitCheck("kit/recorded/nan-tail", 0, "whether NaN in dead slots leaks is recorded", WITH_LIBRARIES),
+        KitCheck(
+            "kit/large/page-ids", 2, "page ids of 65,536 and more name their own pages", WITH_LIBRARIES, opt_in=True
+        ),
+        KitCheck("kit/large/bytes", 2, "arrays above 4 GiB are addressed right", WITH_LIBRARIES, opt_in=True),
         KitCheck("kit/vendor/semantics", 3, "the vendor's attention, unpatched, is attention within its bound", VENDOR),
         KitCheck("kit/vendor/patches", 0, "the emulator's patches move no bit of float32 and float16", VENDOR),
         KitCheck("kit/vendor/sharding", 4, "a step over 2 and 8 devices has the bits of one", VENDOR),

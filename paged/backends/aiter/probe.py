@@ -170,9 +170,7 @@ def _target(name: str, registry: Any, root: Path | None, declared: list[Declarat
             problem=f"another ABI under this name: {other}. This release calls {expected.contract_id} with "
             f"{', '.join(f'{n} {k}' for n, k in sorted(expected.attributes)) or 'no attributes'}",
         )
-    if report.registered or name not in ROUTE:
-        return report
-    return _register(name, registry, report)
+    return report if report.registered else _register(name, registry, report)
 
 
 def _attributes(declaration: Declaration) -> str:
