@@ -128,6 +128,10 @@ def _executor(args: argparse.Namespace) -> str | None:
     """Who executes the backend's FFI targets; None for a backend that has none of a vendor."""
     if args.executor is None and args.executor_option:
         raise InvalidInputError("--executor-option belongs to an executor; name one with --executor.")
+    if args.executor is not None and args.backend not in kits.KITS:
+        raise InvalidInputError(
+            f"executors serve the targets of {', '.join(kits.KITS)}; {args.backend!r} has none. Leave --executor out."
+        )
     return args.executor or (NATIVE if args.backend in kits.KITS else None)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance import certificate, killmatrix, signature
+from conformance import certificate, killmatrix, kits, signature
 from conformance.case import STATUSES
 
 TEMPLATE = Path(__file__).parent / "page.html"
@@ -34,7 +34,7 @@ def render(
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters["value"] = _value
     body = data["body"]
-    cases = body["cases"]
+    cases, every = body["cases"], certificate.entries(body)
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         body=body,
         digest=data["digest"],
@@ -47,9 +47,12 @@ def render(
         statuses=STATUSES,
         symbols=SYMBOLS,
         decided=certificate.decided_shares(body),
-        bad=[e for e in cases if e["status"] in ("fail", "error")][:MAX_LISTED],
-        bad_total=sum(e["status"] in ("fail", "error") for e in cases),
-        unclaimed=_unclaimed(cases),
+        bad=[e for e in every if e["status"] in ("fail", "error")][:MAX_LISTED],
+        bad_total=sum(e["status"] in ("fail", "error") for e in every),
+        unclaimed=_unclaimed(every),
+        executor=certificate.executor_of(body),
+        kit=body.get("kit", []),
+        what={check.id: check.what for kit in kits.KITS.values() for check in kit.checks},
         matrix=[] if matrix is None else killmatrix.rows(matrix),
         kinds=killmatrix.KINDS,
         signed=signature.described(data["envelope"]),

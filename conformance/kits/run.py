@@ -44,6 +44,7 @@ class Context:
 
 def run(backend: str, context: Context) -> Result:
     """One check's result; an exception is an `error`."""
+    from conformance.execute import ReplicaError
     from conformance.runner import describe_error
 
     for module in KITS[backend].modules:
@@ -52,6 +53,8 @@ def run(backend: str, context: Context) -> Result:
         raise InvalidInputError(f"the kit of {backend!r} has no check {context.id!r}.")
     try:
         return CHECKS[context.id](context)
+    except ReplicaError as error:
+        return context.failed(str(error))
     except Exception as error:
         return Result(id=context.id, status="error", diagnosis=describe_error(error))
 

@@ -104,7 +104,7 @@ def rounding(context: Context) -> Any:
     values = np.ones(2 * PAGE)
     values[PAGE : PAGE + 3] = ROUNDED
     out = (decode if context.id.endswith("decode") else prefill)(values, 4)
-    if (out == TRUNCATED).all():
+    if ((out <= TRUNCATED) & (out > TRUNCATED - 2**-6)).all():  # decode cuts twice: each partition, then the merge
         return context.failed(
             "float32 is cut off to bfloat16, not rounded to nearest: the outputs are not those that docs/semantics.md "
             "demands. Build the kernels with -DCK_TILE_FLOAT_TO_BFLOAT16_DEFAULT=0."

@@ -36,6 +36,7 @@ ROWS = {
     "prefill": ([5, 1, 16, 2], [37, 65, 300, 2]),
 }
 LARGE_PAGES = 2**16 + 8
+PAGE_LIMIT = 2**16
 LARGE_BYTES = 2**32 + 2**28
 
 
@@ -147,7 +148,7 @@ def large(context: Context) -> Any:
     heads = KV_HEADS if by_bytes else 1
     row_bytes = 16 * heads * HEAD_DIM * 2
     pages = max(LARGE_PAGES, LARGE_BYTES // row_bytes if by_bytes else 0)
-    limit = 2**32 // row_bytes if by_bytes else 2**16
+    limit = 2**32 // row_bytes if by_bytes else PAGE_LIMIT
     sharding = None
     faults = []
     for kernel, rows in (("decode", 1), ("prefill", 2)):
