@@ -19,6 +19,9 @@ from conformance import kits
 from conformance.canonical import digest, dumps
 from conformance.case import STATUSES, Case, Result
 from conformance.catalogue import SELECTIONS, Catalogue
+from conformance.needs import unmet
+from conformance.waivers import UNWAIVABLE_TIERS
+from paged.common import Capabilities, Range
 from paged.common.errors import InvalidInputError
 
 SCHEMA = 1
@@ -260,11 +263,49 @@ def _check_cases(body: Mapping[str, Any], catalogue: Catalogue) -> list[str]:
     problems += [f"extra case {i!r}: not in the catalogue at this level" for i in sorted(set(counts) - set(selected))]
     if body["complete"]:
         problems += [f"missing case {i!r}" for i in sorted(set(selected) - set(counts))]
+    declared = _declared(body["claims"])
+    if declared is None:
+        problems.append("claims are no declaration of a backend, so what they leave unclaimed cannot be told")
+    waived = {i for waiver in body["waivers"] if waiver.get("applies") for i in waiver.get("matched") or ()}
     for entry in body["cases"]:
         case = selected.get(entry["id"])
-        if case is not None and entry["tier"] != case.tier:
-            problems.append(f"case {entry['id']!r} has tier {entry['tier']}, the catalogue says {case.tier}")
+        if case is not None:
+            problems += [f"case {entry['id']!r} {what}" for what in _contradictions(entry, case, declared, waived)]
     return problems
+
+
+def _contradictions(entry: Mapping[str, Any], case: Case, declared: Capabilities | None, waived: set[str]) -> list[str]:
+    """What an entry says that the catalogue, the claims or the waivers gainsay."""
+    out = []
+    for name, value in (("tier", case.tier), ("level", case.level), ("needs", list(case.needs))):
+        if entry.get(name) != value:
+            out.append(f"has {name} {entry.get(name)!r}, the catalogue says {value!r}")
+    status = entry["status"]
+    if declared is not None:
+        missing = unmet(case.needs, declared)
+        if missing and status != "not-claimed":
+            out.append(f"is {status!r}, but the claims lack what it needs: {', '.join(missing)}")
+        if status == "not-claimed" and not missing:
+            out.append("is 'not-claimed', but the claims have all that it needs")
+    if not 0 <= entry["decided"] <= entry["elements"]:
+        out.append(f"has {entry['decided']} elements decided of {entry['elements']}")
+    if status == "pass" and (not entry["elements"] or "broken" in entry or "diagnosis" in entry):
+        out.append("is 'pass' with nothing judged, or with a failure's diagnosis")
+    if status == "waived" and (case.tier in UNWAIVABLE_TIERS or case.id not in waived):
+        out.append("is 'waived', which no waiver of this certificate can have done")
+    return out
+
+
+def _declared(claims: Mapping[str, Any]) -> Capabilities | None:
+    """The declaration that a certificate's claims spell, or None if they spell none."""
+    fields: dict[str, Any] = {}
+    try:
+        for name, value in claims.items():
+            fields[name] = Range(**value) if isinstance(value, dict) else value
+            fields[name] = frozenset(value) if isinstance(value, list) else fields[name]
+        return Capabilities(**fields)
+    except (TypeError, InvalidInputError):
+        return None
 
 
 def _check_state(body: Mapping[str, Any]) -> list[str]:

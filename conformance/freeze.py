@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from conformance.case import AttendProblem, Case, MoveProblem
+from conformance.catalogue import load, questions
 from conformance.judge import expectation
 from conformance.oracle import attend
 from conformance.vectors import Trace, Vector, generate
@@ -49,7 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare and change nothing")
     parser.add_argument("--case", action="append", help="only this case; may be repeated")
     parser.add_argument("--directory", type=Path, default=DIRECTORY)
+    parser.add_argument(
+        "--remember", action="store_true", help="note this catalogue among those that certificates name"
+    )
     options = parser.parse_args(arguments)
+    if options.remember:
+        return remember(options.directory)
     moved = []
     for file in sorted(options.directory.glob("*.json")):
         data = json.loads(file.read_text("utf-8"))
@@ -67,6 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in moved:
         print(("differs: " if options.check else "wrote: ") + line)
     return 1 if options.check and moved else 0
+
+
+def remember(directory: Path) -> int:
+    """Note the catalogue as it is, so that certificates made with it can be checked when it has grown."""
+    now, file = load(directory), directory / "record" / "earlier.json"
+    if any(one.digest == now.digest for one in now.earlier):
+        return 0
+    entries = json.loads(file.read_text("utf-8")) if file.exists() else []
+    ids = [case.id for case in now.cases]
+    entries.append({"digest": now.digest, "questions": questions(now.cases), "ids": ids})
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(entries, indent=1) + "\n", "utf-8")
+    return 0
 
 
 def frozen_fields(entry: Mapping[str, Any]) -> dict[str, Any]:

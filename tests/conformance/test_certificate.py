@@ -2,15 +2,20 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
 from conformance import certificate
 from conformance.case import Case, Result
-from conformance.catalogue import Catalogue
+from conformance.catalogue import Catalogue, load
+from paged.common import Capabilities, Range
 from paged.common.errors import InvalidInputError
 
-CLAIMS = {"dtypes": ["bfloat16", "float16"], "numerics": "N0"}
+CLAIMS = Capabilities(
+    dtypes=frozenset({"bfloat16", "float16"}), kv_dtypes=frozenset({"bfloat16"}), page_sizes=Range(1, 16),
+    head_dims=frozenset({64}), group_sizes=Range(1, 4), features=frozenset({"window", "decode"}), numerics="N0",
+).to_json()  # fmt: skip
 
 
 def case(name, tier, **kw):
@@ -201,3 +206,49 @@ def test_grid_and_decided_shares():
     assert certificate.grid(body)["window"] == {3: {"pass": 1}}
     assert certificate.grid(body)["plain"][3] == {"fail": 1, "pass": 1}
     assert certificate.decided_shares(body) == {"any": (9, 10), "bfloat16": (9, 10)}
+
+
+def mended(change):
+    """A certificate edited by someone who also mends every digest, the totals and the verdict."""
+    data = make()
+    body = data["body"]
+    change(body)
+    for entry in body["cases"]:
+        entry["digest"] = certificate.digest({k: v for k, v in entry.items() if k != "digest"})
+    body["totals"], body["verdict"] = certificate.totals(body), certificate.verdict(body)
+    body["certifies"] = certificate.certifies(body)
+    body["digests"] = {name: certificate.digest(body[name]) for name in certificate.SECTIONS if name in body}
+    return certificate.check(certificate.seal(body, data["envelope"]), CATALOGUE)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda b: b["cases"].pop(2), "missing case 't2/a'"),
+        (lambda b: b["cases"].append(b["cases"][2]), "case 't2/a' occurs 2 times"),
+        (lambda b: b["cases"][2].update(status="not-claimed"), "claims have all that it needs"),
+        (lambda b: b["claims"]["features"].remove("window"), "case 't3/w' is 'pass', but the claims lack"),
+        (lambda b: b["claims"].update(numerics="N9"), "claims are no declaration"),
+        (lambda b: b["claims"].pop("head_dims"), "claims are no declaration"),
+        (lambda b: b["cases"][2].update(needs=["sinks"]), "case 't2/a' has needs ['sinks'], the catalogue says"),
+        (lambda b: b["cases"][2].update(level="move"), "case 't2/a' has level 'move'"),
+        (lambda b: b["cases"][2].update(decided=11), "case 't2/a' has 11 elements decided of 10"),
+        (lambda b: b["cases"][2].update(elements=0, decided=0), "case 't2/a' is 'pass' with nothing judged"),
+        (lambda b: b["cases"][2].update(broken="attend.3"), "case 't2/a' is 'pass' with nothing judged, or with"),
+        (lambda b: b["cases"][0].update(status="waived"), "case 't1/a' is 'waived', which no waiver"),
+        (lambda b: b["cases"][4].update(status="waived"), "case 't3/a' is 'waived', which no waiver"),
+    ],
+)
+def test_an_edit_with_mended_digests_contradicts_itself(change, said):
+    (found, *_) = [p for p in mended(change) if said in p] or [mended(change)]
+    assert said in found
+    assert mended(lambda b: None) == []
+
+
+def test_the_committed_certificates_are_sound():
+    folder, catalogue = Path(__file__).parents[2] / "certificates", load()
+    files = [f for f in sorted(folder.glob("*.json")) if "modules" not in f.name]
+    assert len(files) >= 4
+    for file in files:
+        assert certificate.check(certificate.read(file.read_text("utf-8"), file.name), catalogue) == [], file.name
+        assert file.with_suffix(".html").exists(), file.name

@@ -68,6 +68,23 @@ CATALOGUE = load()
 SEMANTICS = (ROOT / "docs" / "semantics.md").read_text("utf-8")
 
 
+def test_a_catalogue_is_remembered_once_and_stays_readable_when_it_grows(tmp_path):
+    data = json.loads((freeze.DIRECTORY / "move.json").read_text("utf-8"))
+    grown, data["cases"] = data["cases"], data["cases"][:2]
+    (tmp_path / "move.json").write_text(freeze.render(data), "utf-8")
+    before = load(tmp_path)
+    for _ in range(2):
+        assert freeze.main(["--remember", "--directory", str(tmp_path)]) == 0
+    (tmp_path / "move.json").write_text(freeze.render({"schema": 1, "cases": grown}), "utf-8")
+    after = load(tmp_path)
+    assert len(after.earlier) == 1
+    assert after.digest != before.digest
+    then = after.at(before.digest)
+    assert then is not None
+    assert [c.id for c in then.cases] == [c.id for c in before.cases]
+    assert len(after.cases) > len(then.cases)
+
+
 def test_every_clause_has_a_case_and_every_case_a_clause():
     clauses = coverage.clauses_of(SEMANTICS)
     assert len(clauses) > 35
