@@ -10,8 +10,8 @@
     until = "0.3.0"                   # last suite version for which it holds
 
 A waiver turns `fail` into `waived`. One that is expired, that matches no case that was run, or whose cases all pass is
-itself a failure of the run, so that none outlives its reason. Tiers 1 and 2 are exact: a failure there is a fault or a
-retraction, and cannot be waived.
+itself a failure of the run, so that none outlives its reason. Only tiers 3 and 4 can be waived: movement and exact
+vectors are exact, and structure and refusals are yes or no, so a failure there is a fault or a retraction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from conformance.case import Case, Result
 from paged.common.errors import InvalidInputError
 
-UNWAIVABLE_TIERS = (1, 2)
+WAIVABLE_TIERS = (3, 4)
 _VERSION = re.compile(r"[0-9]+(\.[0-9]+){0,3}\Z")
 
 
@@ -109,7 +109,7 @@ def apply(
             record["problem"] = "expired"
             continue
         matched = [i for i in sorted(out) if fnmatch.fnmatchcase(i, waiver.case)]
-        allowed = [i for i in matched if tiers.get(i, 1) not in UNWAIVABLE_TIERS and out[i].status != "not-claimed"]
+        allowed = [i for i in matched if tiers.get(i, 1) in WAIVABLE_TIERS and out[i].status != "not-claimed"]
         failing = [i for i in allowed if out[i].status in ("fail", "waived")]
         record["matched"] = failing
         if not allowed:

@@ -12,6 +12,7 @@ from conformance import certificate
 from conformance.canonical import digest
 from conformance.catalogue import load
 from conformance.kits import AITER, select
+from conformance.page import render
 from paged.common.errors import InvalidInputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +69,16 @@ def test_cases_run_on_the_handlers_and_the_certificate_says_so(executed):
 def test_no_certificate_but_a_native_one_names_an_architecture(lowered, executed):
     for data in (lowered[1], executed[1]):
         assert "gfx" not in json.dumps(data)
+
+
+def test_the_page_shows_the_kit_and_its_findings(lowered):
+    entries = [dict(entry) for entry in lowered[1]["body"]["kit"]]
+    entries[1]["details"] = {"finding": "NaN <leaks>"}
+    entries[2]["status"] = "waived"
+    page = render({**lowered[1], "body": {**lowered[1]["body"], "kit": entries}})
+    assert all(f"<code>{entry['id']}</code>" in page for entry in entries)
+    assert "NaN &lt;leaks&gt;" in page
+    assert AITER.checks[6].what in page
 
 
 def built(executor, **environment):

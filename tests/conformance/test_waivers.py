@@ -23,7 +23,7 @@ def load(case="t3/*", until="0.3", devices="[]"):
 def run(found, *, device="cpu", version="0.1.0", **statuses):
     cases = [
         Case(id=f"t{t}/{n}", tier=t, level="core", generator="g", params={}, clause=("attend.1",))
-        for t in (1, 2, 3)
+        for t in (0, 1, 2, 3)
         for n in "ab"
     ]
     results = [Result(id=c.id, status=statuses.get(c.id.replace("/", ""), "pass")) for c in cases]
@@ -40,9 +40,9 @@ def test_a_waiver_turns_fail_into_waived_and_nothing_else():
     assert run(load(), t3a="error")[0]["t3/a"] == "error"
 
 
-@pytest.mark.parametrize("case", ["t1/a", "t2/*"])
-def test_exact_tiers_cannot_be_waived(case):
-    statuses, records = run(load(case), t1a="fail", t2b="fail")
+@pytest.mark.parametrize("case", ["t0/a", "t1/a", "t2/*"])
+def test_structure_and_exact_tiers_cannot_be_waived(case):
+    statuses, records = run(load(case), t0a="fail", t1a="fail", t2b="fail")
     assert "waived" not in statuses.values()
     assert records[0]["problem"] == "unused"
 
