@@ -26,7 +26,7 @@ from typing import Any
 from conformance.case import Case, Result
 from paged.common.errors import InvalidInputError
 
-WAIVABLE_TIERS = (3, 4)
+UNWAIVABLE_TIERS = (0, 1, 2)
 _VERSION = re.compile(r"[0-9]+(\.[0-9]+){0,3}\Z")
 
 
@@ -109,7 +109,7 @@ def apply(
             record["problem"] = "expired"
             continue
         matched = [i for i in sorted(out) if fnmatch.fnmatchcase(i, waiver.case)]
-        allowed = [i for i in matched if tiers.get(i, 1) in WAIVABLE_TIERS and out[i].status != "not-claimed"]
+        allowed = [i for i in matched if tiers.get(i, 1) not in UNWAIVABLE_TIERS and out[i].status != "not-claimed"]
         failing = [i for i in allowed if out[i].status in ("fail", "waived")]
         record["matched"] = failing
         if not allowed:
