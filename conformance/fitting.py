@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from conformance.hypotheses import Hypothesis
 
 GRID = np.exp2(np.linspace(-3.0, 3.0, 25))
-REFINEMENTS = 12
+REFINEMENTS = 30
 GAIN = 0.1
 """Share of the right answer's distance that a fitted answer may still have."""
 

@@ -1,12 +1,14 @@
 """The runner in this process: statuses, relations that bite, structural checks with what they must catch."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from toy_backend import Toy, axis_rank
 
 from conformance import execute, relations, structure
@@ -67,6 +69,13 @@ class Wrapped(Toy):
         out, lse = super().attend(query, pool, page_base, static, arrays, spec, extras)
         if self.change == "rows":  # a bit that depends on how many rows there are
             out = jnp.where(static.rows % 2 == 0, out, jnp.nextafter(out, jnp.full_like(out, np.inf)))
+        if self.change == "chance":
+            wrong = io_callback(lambda: np.int32(next(_calls)), jax.ShapeDtypeStruct((), jnp.int32))
+            out = jnp.where(wrong % 3 == 0, out, out + wrong.astype(out.dtype))
+        if self.change == "mesh":
+            out = jnp.where(axis_rank_or_0("tensor") > 0, out[:, ::-1], out)
+        if self.change == "empty-part":  # 0 / 0 of its own making in short rows
+            out = jnp.where((arrays.kv_lens.min() < 8), jnp.full_like(out, np.nan), out)
         if self.change == "page-ids":
             out = out + arrays.page_ids[0].astype(out.dtype)
         if self.change == "finite":  # reads what it may read: the sentinel, times zero
@@ -84,6 +93,37 @@ class Wrapped(Toy):
             keys = pool.keys.at[3, 1].set(jnp.zeros((), pool.keys.dtype))
             pool = dataclasses.replace(pool, keys=keys)
         return pool
+
+
+_calls = itertools.count()
+
+
+def axis_rank_or_0(axis):
+    try:
+        return axis_rank(axis)
+    except NameError:
+        return jnp.int32(0)
+
+
+def test_a_failure_that_comes_and_goes_is_blamed_on_chance():
+    result = run(case(), "chance")
+    result = run(case(), "chance") if result.status == "pass" else result
+    assert (result.status, result.clause) == ("fail", "invariant.1"), result.diagnosis
+    assert "not the same twice" in result.diagnosis
+
+
+def test_what_is_right_on_one_device_is_blamed_on_the_mesh():
+    what = case(mesh={"tensor": 2}, kv_axes=["tensor"])
+    assert run(case(), "mesh").status == "pass"
+    result = run(what, "mesh")
+    assert (result.status, result.clause) == ("fail", "sharded.1"), result.diagnosis
+    assert "right on one device and wrong over tensor" in result.diagnosis
+
+
+def test_a_nan_that_was_read_nowhere_is_blamed_on_the_arithmetic():
+    result = run(case(), "empty-part")
+    assert (result.status, result.clause) == ("fail", "attend.1"), result.diagnosis
+    assert "with zeros in all those places too" in result.diagnosis
 
 
 def run(what: Case, change: str = ""):
