@@ -43,6 +43,10 @@ def candidates(params: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     queries, lengths = params.get("query_lens"), params.get("kv_lens")
     if queries is not None and lengths is not None:
         yield from _fewer_rows(params, list(queries), list(lengths))
+    script = params.get("script")
+    if isinstance(script, (list, tuple)) and len(script) > 1:  # a trace fails at its last step, or at an earlier one
+        yield from ({**params, "script": list(script[:n])} for n in (len(script) // 2, len(script) - 1))
+        yield {**params, "script": list(script[1:])}
     if params.get("tokens", 1) > 1:
         yield {**params, "tokens": params["tokens"] // 2}
     if params.get("pages", 1) > 1:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from conformance.case import Case, Result
-from conformance.catalogue import case_to_json, parse_case
+from conformance.catalogue import case_to_json, load, parse_case
 from conformance.shrink import candidates, shrink
 from conformance.vectors import generate
 from paged.common.errors import InvalidInputError
@@ -85,3 +85,12 @@ def test_movements_shrink_too(generator, params):
     small = shrink(case, "append.1", run).params
     assert small.get("tokens", small.get("pages")) == 1
     assert "layers" not in small
+
+
+def test_a_trace_is_cut_to_the_step_at_which_it_fails():
+    trace = load().case("serving/churn/bf16")
+    run, _ = failing(lambda p: len(p["script"]) >= 4 and "b+1 a+1" not in p["script"][0], "steps.1")
+    small = shrink(trace, "steps.1", run)
+    assert len(small.params["script"]) == 4
+    assert small.id == trace.id
+    assert parse_case(json.loads(json.dumps(case_to_json(small))), "repro.json") == small
