@@ -7,7 +7,8 @@ from typing import Any
 
 from paged.backends.protocol import AttentionBackend
 from paged.common.checks import check_int
-from paged.engine.offline import OfflineEngine, Prompt
+from paged.engine.intake import Prompt
+from paged.engine.offline import OfflineEngine
 from paged.engine.outputs import BatchProgress, Completion, Delta
 from paged.engine.params import SamplingParams
 from paged.engine.runner import Token
@@ -73,7 +74,7 @@ class Generator:
                 on_chunk(reported, total)
 
         def on_delta(delta: Delta) -> None:
-            if on_token is not None and delta.token is not None:
+            if on_token is not None:
                 on_token(delta.request, delta.token, delta.text)
 
         return self.engine.batch_inference(prompts, params, on_delta=on_delta, on_step=on_step)

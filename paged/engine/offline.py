@@ -7,46 +7,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from paged.backends.protocol import AttentionBackend
 from paged.common.checks import show
 from paged.common.errors import InvalidInputError, PoolExhaustedError
 from paged.common.page_table import pages_for
 from paged.control import Driver, RequestId, StepOutcome
 from paged.control.timeline import Timeline
+from paged.engine.intake import Checked, Intake, Params, Prompt
+from paged.engine.interrupts import Deferred
 from paged.engine.outputs import BatchProgress, CompletionOutput, Delta, Interruption
-from paged.engine.params import GREEDY, SamplingParams
+from paged.engine.params import SamplingParams
 from paged.engine.parity import Flips, count_flips
-from paged.engine.runner import RequestSampling, Token
+from paged.engine.runner import Token
 from paged.engine.runtime import Runtime
+from paged.engine.sample import LiveSample
 from paged.engine.text import StopText, TextCodec, stream_after
 from paged.engine.trace import StepTrace
 from paged.engine.warm_up import Say, WarmUp
 from paged.models import Decoder
 
-Prompt = str | Sequence[int] | np.ndarray
-Params = SamplingParams | Sequence[SamplingParams] | None
 OnDelta = Callable[[Delta], object]
 OnStep = Callable[[BatchProgress], object]
 
 _DEFAULT_REQUEST_TOKENS = 1024
 _DEFAULT_LOGPROBS = 20
-
-
-@dataclasses.dataclass(eq=False)
-class _Sequence:
-    """One sample of a request that has not ended."""
-
-    request: int
-    sample: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    sampling: RequestSampling
-    text: StopText
-    ends: frozenset[int]
-    tokens: list[Token] = dataclasses.field(default_factory=list)
-    fed: int = 0  # tokens of the prompt
 
 
 class OfflineEngine:
@@ -100,6 +84,7 @@ class OfflineEngine:
         self.invariant = invariant
         self._share_across_tenants = share_across_tenants
         self.tokenizer = tokenizer
+        self._intake = Intake(self.runtime, tokenizer)
         self.driver = Driver(
             self.runtime.plane,
             self.runtime.runner,
@@ -108,7 +93,7 @@ class OfflineEngine:
             max_request_tokens=self.runtime.max_tokens,
         )
         self.timeline = Timeline()
-        self._sequences: dict[RequestId, _Sequence] = {}
+        self._samples: dict[RequestId, LiveSample] = {}
         self._groups: dict[int, list[CompletionOutput | None]] = {}
         self._keys: dict[int, list[str]] = {}
         self._submitted = self._fed = 0
@@ -135,32 +120,31 @@ class OfflineEngine:
         Raises `InvalidInputError` for an empty prompt, tokens outside the vocabulary or what the engine does not have,
         and `PoolExhaustedError` with the arithmetic for a request that could never be cached whole.
         """
-        number = self._submitted
-        params = SamplingParams() if params is None else params
-        ids = self._ids(prompt, "prompt")
-        self._enqueue(number, ids, params, tenant, priority, "prompt")
-        self._submitted += 1
-        return number
+        ids = self._intake.ids(prompt, "prompt")
+        with Deferred():
+            return self._enqueue(ids, params or SamplingParams(), tenant, priority, "prompt")
 
     def step(self) -> list[Delta]:
         """Run until the oldest step under way is done: what it added, in the order of its batch. Empty if all is done.
 
-        Raises what the device raises; then requests of the steps under way are computed again, see `Driver.step`.
+        Ctrl-C and SIGTERM wait for the end of the step; a second one does not. Raises what the device raises; then
+        requests of the steps under way are computed again, see `Driver.step`.
         """
         if not self.driver.num_in_flight and not self.driver.num_running:
             self.runtime.runner.rest()
-        outcome = self.driver.step()
-        if outcome is None:
-            return []
-        self.timeline.observe(outcome, time.perf_counter())
-        return self._accept(outcome, self.runtime.runner.collected)
+        with Deferred():
+            outcome = self.driver.step()
+            if outcome is None:
+                return []
+            self.timeline.observe(outcome, time.perf_counter())
+            return self._accept(outcome, self.runtime.runner.collected)
 
     def abort(self, request: int) -> None:
         """End a request at any point with what it has; its outputs are there to be taken. Nothing if it has ended."""
         for key in self._keys_of(request):
-            if key in self._sequences:
+            if key in self._samples:
                 self.driver.abort(key)
-                self._end(key, "abort", None)
+                self._end(key, "abort")
 
     def take(self, request: int) -> list[CompletionOutput]:
         """Remove and return the outputs of a request that has ended, one for each sample."""
@@ -212,7 +196,7 @@ class OfflineEngine:
         note that says what is done and what is lost, and `interruption` holds the outputs so far.
         """
         outputs: list[CompletionOutput] = []
-        for _ in self._running(self._checked(prompts, params), tenant, on_delta, on_step, outputs):
+        for _ in self._running(self._intake.batch(prompts, params), tenant, on_delta, on_step, outputs):
             pass
         return outputs
 
@@ -230,12 +214,14 @@ class OfflineEngine:
 
         Prompts are checked at once. Closing the iterator aborts what has not ended.
         """
-        return self._running(self._checked(prompts, params), tenant, None, None, [] if outputs is None else outputs)
+        return self._running(
+            self._intake.batch(prompts, params), tenant, None, None, [] if outputs is None else outputs
+        )
 
     def check(self, prompts: Sequence[Prompt], params: Params = None) -> int:
         """Tokens of all prompts, if `batch_inference` would run every one; raises for the first that it would not."""
         total = 0
-        for i, (ids, one, error) in enumerate(self._checked(prompts, params)):
+        for i, (ids, one, error) in enumerate(self._intake.batch(prompts, params)):
             total += len(ids)
             if error is not None:
                 self.runtime.check_prompt(ids, name=f"prompt {i}", more=one.max_tokens - 1)
@@ -244,32 +230,26 @@ class OfflineEngine:
 
     def _running(
         self,
-        batch: list[tuple[tuple[int, ...], SamplingParams, str | None]],
+        batch: list[Checked],
         tenant: str | None,
         on_delta: OnDelta | None,
         on_step: OnStep | None,
         outputs: list[CompletionOutput],
     ) -> Iterator[Delta]:
         index_of: dict[int, int] = {}
-        numbers: list[int | None] = []
         before, generated, done = self._fed, 0, 0
-        total = sum(params.n for _, params, error in batch if error is None)
+        total = sum(one.params.n for one in batch if one.error is None)
         self.interruption = None
         try:
-            for i, (ids, params, error) in enumerate(batch):
-                if error is not None:
-                    numbers.append(None)
-                    continue
-                number = self._submitted
-                self._enqueue(number, ids, params, tenant, 0, f"prompt {i}")
-                self._submitted += 1
-                index_of[number] = i
-                numbers.append(number)
-            while not all(self._ended(number) for number in index_of):
+            with Deferred():
+                for i, one in enumerate(batch):
+                    if one.error is None:
+                        index_of[self._enqueue(one.ids, one.params, tenant, 0, f"prompt {i}")] = i
+            while done < total and not self.idle:
                 for delta in self.step():
                     if delta.request not in index_of:
                         continue
-                    generated += delta.token is not None
+                    generated += 1
                     done += delta.finish_reason is not None
                     delta = dataclasses.replace(delta, request=index_of[delta.request])
                     if on_delta is not None:
@@ -278,99 +258,44 @@ class OfflineEngine:
                 if on_step is not None:
                     on_step(BatchProgress(self._fed - before, generated, done, total))
         except BaseException as error:
-            for number in index_of:
-                self.abort(number)
-            self._drain()
-            gathered = self._gather(batch, [*numbers, *[None] * (len(batch) - len(numbers))])
-            self.interruption = Interruption(tuple(gathered))
+            with Deferred():
+                for number in index_of:
+                    self.abort(number)
+                self._drain()
+                self.interruption = Interruption(tuple(self._gather(batch, index_of)))
             error.add_note(f"paged: {self.interruption}.")
             raise
         self._drain()
-        outputs += self._gather(batch, numbers)
+        outputs += self._gather(batch, index_of)
 
     def _drain(self) -> None:
         """If nobody else runs, collect what is under way for requests that ended, so that their pages come free."""
         try:
-            while self.driver.num_in_flight and not self._sequences:
+            while self.driver.num_in_flight and not self._samples:
                 self.driver.step()
         except Exception:
             # The device failed before; what its steps would have given is lost, and the driver has let go of them.
             return
 
-    def _gather(
-        self, batch: list[tuple[tuple[int, ...], SamplingParams, str | None]], numbers: Sequence[int | None]
-    ) -> list[CompletionOutput]:
+    def _gather(self, batch: list[Checked], index_of: dict[int, int]) -> list[CompletionOutput]:
+        number_of = {i: number for number, i in index_of.items()}
         out: list[CompletionOutput] = []
-        for i, ((ids, _, error), number) in enumerate(zip(batch, numbers)):
-            if number is None:
-                reason = "refused" if error is not None else "abort"
-                out.append(CompletionOutput(i, 0, ids, finish_reason=reason, error=error))
+        for i, one in enumerate(batch):
+            if i in number_of:
+                out += [dataclasses.replace(output, request=i) for output in self.take(number_of[i])]
             else:
-                out += [dataclasses.replace(output, request=i) for output in self.take(number)]
+                reason = "abort" if one.error is None else "refused"
+                out.append(CompletionOutput(i, 0, one.ids, finish_reason=reason, error=one.error))
         return out
-
-    def _checked(
-        self, prompts: Sequence[Prompt], params: Params
-    ) -> list[tuple[tuple[int, ...], SamplingParams, str | None]]:
-        """Ids, parameters, and why it can never fit, of each prompt; raises for the first that is wrong."""
-        if isinstance(prompts, str):
-            raise InvalidInputError("prompts must be a sequence of prompts, got one text. Put it into a list.")
-        if params is None or isinstance(params, SamplingParams):
-            params = [SamplingParams() if params is None else params] * len(prompts)
-        if len(params) != len(prompts):
-            raise InvalidInputError(f"{len(prompts)} prompts and {len(params)} SamplingParams; give one for each.")
-        out = []
-        for i, (prompt, one) in enumerate(zip(prompts, params)):
-            name = f"prompt {i}"
-            if not isinstance(one, SamplingParams):
-                raise InvalidInputError(f"{name}: params must be SamplingParams, got {show(one)}.")
-            ids = self._ids(prompt, name)
-            self._sampling(one, len(ids), 0, name)
-            try:
-                self._limit(ids, one, name)
-                error = None
-            except PoolExhaustedError as refused:
-                error = str(refused)
-            out.append((ids, one, error))
-        return out
-
-    def _ids(self, prompt: Prompt, name: str) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return tuple(self.runtime.check_ids(prompt, name=name))
-        if self.tokenizer is None:
-            raise InvalidInputError(f"{name} is text, and this engine has no tokenizer. Give token ids.")
-        return tuple(self.runtime.check_ids(self.tokenizer.encode(prompt) if prompt else [], name=name))
-
-    def _limit(self, ids: tuple[int, ...], params: SamplingParams, name: str) -> int:
-        """Tokens to generate at most. Raises `PoolExhaustedError` if the prompt and they can never fit."""
-        positions = self.runtime.model.config.max_positions
-        if len(ids) > positions:
-            raise PoolExhaustedError(
-                f"{name} has {len(ids)} tokens; the model has positions for {positions} (max_positions). Shorten it by "
-                f"{len(ids) - positions}."
-            )
-        limit = min(params.max_tokens, positions - len(ids) + 1)  # the last token is sampled and never fed
-        self.runtime.check_prompt(ids, name=name, more=limit - 1)
-        return limit
-
-    def _sampling(self, params: SamplingParams, num_prompt: int, sample: int, name: str) -> RequestSampling:
-        if params.stop and self.tokenizer is None:
-            raise InvalidInputError(f"{name}: SamplingParams.stop is {show(params.stop)}, and there is no tokenizer.")
-        return self.runtime.sampling(params, num_prompt, sample=sample, name=name)
 
     def _enqueue(
-        self,
-        number: int,
-        ids: tuple[int, ...],
-        params: SamplingParams,
-        tenant: str | None,
-        priority: int,
-        name: str,
-    ) -> None:
-        limit = self._limit(ids, params, name)
+        self, ids: tuple[int, ...], params: SamplingParams, tenant: str | None, priority: int, name: str
+    ) -> int:
+        intake, number = self._intake, self._submitted
+        limit = intake.limit(ids, params, name)
         model_ends = () if params.ignore_eos else self.runtime.model.config.eos
         ends = frozenset((*model_ends, *params.stop_token_ids))
-        first = self._sampling(params, len(ids), 0, name)
+        first = intake.sampling(params, len(ids), name)
         now, keys = time.perf_counter(), [f"{number}.{sample}" for sample in range(params.n)]
         namespace = None
         # What is found cached has no logits, so a prompt whose scores are wanted is computed whole (scenario C13).
@@ -381,74 +306,48 @@ class OfflineEngine:
         for sample, key in enumerate(keys):
             # One seed for all samples, told apart by their numbers; the first scores the prompt for all.
             own = params if not sample else dataclasses.replace(params, prompt_logprobs=None)
-            sampling = self.runtime.sampling(own, len(ids), seed=first.seed, sample=sample)
-            pieces = None if self.tokenizer is None else stream_after(self.tokenizer, ids)
-            self._sequences[key] = _Sequence(number, sample, ids, params, sampling, StopText(pieces, params.stop), ends)
+            sampling = intake.sampling(own, len(ids), name, seed=first.seed, sample=sample)
+            text = StopText(None if self.tokenizer is None else stream_after(self.tokenizer, ids), params.stop)
+            self._samples[key] = LiveSample(number, sample, ids, params, sampling, text, ends)
             self.runtime.runner.sampling[key] = sampling
             self.timeline.arrive(key, now)
         self._keys[number], self._groups[number] = keys, [None] * params.n
+        self._submitted += 1
+        return number
 
     def _accept(self, outcome: StepOutcome, collected: Sequence[Token | None]) -> list[Delta]:
         deltas = []
         finished = set(outcome.finished)
-        fed = (outcome.cached + outcome.query_lens).tolist()
-        for key, kept, token, end in zip(outcome.batch, outcome.tokens.tolist(), collected, fed):
-            sequence = self._sequences.get(key)
-            if sequence is None:  # it ended while the step was under way
+        ends = (outcome.cached + outcome.query_lens).tolist()
+        for key, kept, token, end in zip(outcome.batch, outcome.tokens.tolist(), collected, ends):
+            sample = self._samples.get(key)
+            if sample is None:  # it ended while the step was under way
                 continue
-            if sequence.fed < len(sequence.prompt):
-                more = max(0, min(end, len(sequence.prompt)) - sequence.fed)
-                sequence.fed += more
-                self._fed += more
+            if sample.fed < len(sample.prompt):
+                self._fed += sample.feed(end)
             if kept < 0 or token is None:  # its prompt goes on
                 continue
-            sequence.tokens.append(token)
-            text, reason = sequence.text.push(token.id), None
-            if sequence.text.stopped_by is not None:
+            text, reason = sample.push(token), None
+            if sample.text.stopped_by is not None:
                 self.driver.stop(key)
                 reason = "stop"
             elif key in finished:
                 reason = self.driver.finished[key].reason
             if reason is not None:
-                text += self._end(key, reason, token)
-            deltas.append(Delta(sequence.request, sequence.sample, token, text, reason))
+                rest, output = self._end(key, reason)
+                text, reason = text + rest, output.finish_reason
+            deltas.append(Delta(sample.request, sample.number, token, text, reason))
         return deltas
 
-    def _end(self, key: RequestId, reason: str, token: Token | None) -> str:
-        """Make a sample's output; the text that was held back."""
-        sequence, result = self._sequences.pop(key), self.driver.take(key)
-        runner, params = self.runtime.runner, sequence.params
+    def _end(self, key: RequestId, reason: str) -> tuple[str, CompletionOutput]:
+        """Make a sample's output; also the text that was held back."""
+        sample, runner = self._samples.pop(key), self.runtime.runner
         del runner.sampling[key]
         scores = runner.prompt_scores.pop(key, {})
-        rest = sequence.text.finish()
-        why: str | int | None = sequence.text.stopped_by
-        if why is None and token is not None and token.id in sequence.ends:
-            why = token.id
-        prompt_logprobs = None
-        if params.prompt_logprobs is not None and not sequence.sample:
-            prompt_logprobs = tuple(scores.get(i) for i in range(len(sequence.prompt)))
-        timing = self.timeline.timing(key)
+        rest, output = sample.output(reason, self.driver.take(key), scores, self.timeline.timing(key))
         self.timeline.forget(key)
-        self._groups[sequence.request][sequence.sample] = CompletionOutput(
-            request=sequence.request,
-            sample=sequence.sample,
-            prompt_ids=sequence.prompt,
-            token_ids=tuple(token.id for token in sequence.tokens),
-            text=sequence.text.text,
-            logprobs=tuple(token.logprob for token in sequence.tokens),
-            top_logprobs=tuple(token.top for token in sequence.tokens) if params.logprobs else (),
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            stop_reason=why,
-            seed=None if params.level == GREEDY else sequence.sampling.seed,
-            preemptions=result.preemptions,
-            prefix_tokens=result.prefix_tokens,
-            timing=timing,
-        )
-        return rest
-
-    def _ended(self, number: int) -> bool:
-        return all(output is not None for output in self._groups[number])
+        self._groups[sample.request][sample.number] = output
+        return rest, output
 
     def _keys_of(self, request: int) -> list[str]:
         if request not in self._keys:

@@ -13,13 +13,13 @@ class Delta:
     """What one step added to one sample of a request.
 
     - `request`: what `submit` returned, or in `stream` the index of the prompt. `sample`: 0 .. n − 1.
-    - `token`: the token; None where an abort ended the sample. `text`: the text that became certain with it.
+    - `token`: the token; `text`: the text that became certain with it.
     - `finish_reason`: at the end, like `CompletionOutput.finish_reason`; None before.
     """
 
     request: int
     sample: int
-    token: Token | None
+    token: Token
     text: str
     finish_reason: str | None = None
 

@@ -59,6 +59,15 @@ def test_where_rows_are_too_few_another_one_feeds_the_prompt():
     assert sum(start == 0 for start in starts) < 4  # "c" or "d" found somebody to fork from
 
 
+def test_admission_counts_the_page_that_is_copied_and_one_in_hand():
+    for usable_pages, running in ((3, 1), (4, 2)):
+        driver, _ = make_driver(1 + usable_pages)
+        driver.submit_samples(PROMPT[:6], 3, ["a", "b"])
+        driver.step()
+        assert driver.num_running == running
+        run(driver)
+
+
 def test_a_prompt_of_one_token_has_nothing_to_share():
     driver, runner = make_driver(num_pages=40)
     driver.submit_samples([7], 3, ["a", "b"])

@@ -41,10 +41,12 @@ def test_steps_have_the_shape_of_their_phase_and_phases_are_kept_apart(depth, mo
     monkeypatch.setattr(
         runner, "dispatch", lambda step: shapes.append((step.table.num_rows, step.table.num_tokens)) or dispatch(step)
     )
-    lengths = {0: 1, 1: 9, 2: 2, 3: 17, "x": 6, "y": 6}
+    lengths = {0: 1, 1: 9, 2: 2, 3: 17, "x": 6, "y": 6, "alone": 1}
     for key in range(4):
         driver.submit([key + 1] * lengths[key], 6, namespace=SPACE, request_id=key)
     driver.submit_samples([5] * 6, 4, ["x", "y"], namespace=SPACE)
+    run(driver)
+    driver.submit([6], 2, request_id="alone")  # by its size it might decode
     run(driver)
     assert driver.schedule == "prefill_first"
     assert set(shapes) == {(4, 8), (4, 4)}

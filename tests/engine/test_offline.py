@@ -61,7 +61,7 @@ def assert_nothing_left(engine):
     assert engine.idle
     assert not runner.sampling
     assert not runner.prompt_scores
-    assert not engine._sequences
+    assert not engine._samples
     plane.verify()
 
 

@@ -1,0 +1,76 @@
+"""Signals wait for the end of a step, and only for that."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from paged.engine import OfflineEngine, SamplingParams
+from paged.engine.interrupts import Deferred
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def block(*actions):
+    with Deferred():
+        for action in actions:
+            action()
+
+
+def fail():
+    raise ValueError("mine")
+
+
+def test_a_signal_waits_for_the_end_of_the_block():
+    steps = []
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        block(interrupt, lambda: steps.append("went on"))
+    assert steps == ["went on"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_signal_does_not_wait():
+    steps = []
+    with pytest.raises(KeyboardInterrupt):
+        block(interrupt, interrupt, lambda: steps.append("went on"))
+    assert steps == []
+
+
+def test_an_error_of_the_block_goes_first_and_other_threads_are_left_alone():
+    with pytest.raises(ValueError, match="mine"):
+        block(interrupt, fail)
+    done = []
+
+    def other():
+        with Deferred():
+            done.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert done == [signal.getsignal(signal.SIGINT)]
+
+
+def test_ctrl_c_inside_the_bookkeeping_leaves_nothing_behind(tiny, prompts, monkeypatch):
+    options = {"num_pages": 41, "tokens_per_page": 4, "max_requests": 4, "max_step_tokens": 16, "poison_freed": True}
+    engine = OfflineEngine(tiny(), **options)
+    plane = engine.runtime.plane
+    opened = plane.open
+
+    def interrupted():
+        handle = opened()
+        interrupt()  # a row is taken, and nobody knows it yet
+        return handle
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "open", interrupted)
+        with pytest.raises(KeyboardInterrupt) as info:
+            engine.batch_inference(prompts[:1], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert "0 of 1 completions are done" in info.value.__notes__[0]
+    assert (plane.num_open, plane.held_pages, plane.leaked_pages()) == (0, 0, 0)
+    engine.driver.verify()
+    assert len(engine.batch_inference(prompts[:1], SamplingParams(max_tokens=3, ignore_eos=True))) == 1
