@@ -53,12 +53,14 @@ def _attend(
     group = heads // kv_heads
     grouped = query.reshape(slots, tokens, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(slots, kv_heads, group * tokens, width)
-    product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    # Weights of 16 bits are multiplied as such and summed in float32, as the paged arm's kernels do on a GPU.
+    options = {"precision": lax.Precision.HIGHEST} if query.dtype == jnp.float32 else {}
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, **options)
     logits = product("skmd,sknd->skmn", grouped, keys) * jnp.float32(width**-0.5)
     seen = jnp.arange(bound)[None, None, :] <= jnp.maximum(positions, 0)[:, :, None]
     seen = jnp.tile(seen, (1, group, 1))[:, None]
     weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
-    out = product("skmn,sknd->skmd", weights, values)
+    out = product("skmn,sknd->skmd", weights.astype(values.dtype), values).astype(query.dtype)
     return out.reshape(slots, kv_heads, group, tokens, width).transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 

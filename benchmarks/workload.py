@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from paged.backends.protocol import AttentionBackend
 from paged.common import AttentionSpec, CacheNamespace, StorageLayout
 from paged.common.page_table import pages_for
 from paged.control import ControlPlane, Driver, PrefixIndex, ShapeLadders
@@ -119,6 +120,7 @@ class PagedArm:
     """A driver over a real model; every pass has a fresh plane, so it starts with a cold prefix cache.
 
     - `pages`: usable pages of the pool, the sentinel not counted.
+    - `backend`: who computes attention.
     - `shapes` of a step: two rungs of rows, of tokens and of lengths, and with them at most seven programs for a trace.
     """
 
@@ -134,6 +136,7 @@ class PagedArm:
         depth: int = 2,
         prefixes: bool = False,
         shapes: ShapeLadders | None = None,
+        backend: str | AttentionBackend = "xla",
     ):
         self.max_requests, self.max_step_tokens = max_requests, max_step_tokens
         self.max_request_tokens = max_request_tokens
@@ -148,7 +151,7 @@ class PagedArm:
         )
         self.runtime = Runtime(
             model,
-            "xla",
+            backend,
             num_pages=pages + 1,
             tokens_per_page=tokens_per_page,
             max_requests=max_requests,
