@@ -36,6 +36,8 @@ def pytest_addoption(parser: Any) -> None:
     )
     group.addoption("--conformance-catalogue", default=None, metavar="DIR", help="other cases; certifies nothing")
     group.addoption("--conformance-option", action="append", default=[], metavar="NAME=VALUE", help="for the backend")
+    group.addoption("--conformance-executor", default=None, metavar="NAME", help="who executes a vendor's targets")
+    group.addoption("--conformance-executor-option", action="append", default=[], metavar="NAME=VALUE")
     group.addoption("--conformance-deadline", type=float, default=120.0, metavar="SECONDS", help="for each case")
     group.addoption("--conformance-waivers", default=None, metavar="TOML", help="file of waivers")
     group.addoption("--certificate", default=None, metavar="JSON", help="write a certificate here")
@@ -75,6 +77,9 @@ class Run:
         self.level: str = config.getoption("--conformance-level")
         self.deadline: float = config.getoption("--conformance-deadline")
         self.options = parse(config.getoption("--conformance-option"))
+        self.executor_name: str | None = config.getoption("--conformance-executor")
+        self.executor_options = parse(config.getoption("--conformance-executor-option"))
+        self._executor: Any = None
         directory = config.getoption("--conformance-catalogue")
         self.catalogue = load(None if directory is None else Path(directory))
         only, quick = config.getoption("--conformance-only"), config.getoption("--conformance-quick")
@@ -104,10 +109,9 @@ class Run:
 
         from conformance.case import Result
         from conformance.runner import Session
-        from paged.backends.registry import get_backend
 
         if self._session is None:
-            self._session = Session(get_backend(self.backend_name, **self.options))
+            self._session = Session(self._backend())
         begin = time.monotonic()
         if self.is_worker:
             faulthandler.dump_traceback_later(self.deadline, exit=True)
@@ -121,13 +125,25 @@ class Run:
             return Result(id=case.id, status="error", diagnosis=late)
         return result
 
+    def _backend(self) -> Any:
+        """The backend, its targets served by the executor, which is started first and once."""
+        from conformance.executors import make_executor
+        from paged.backends.registry import get_backend
+
+        given: dict[str, Any] = {}
+        if self.executor_name is not None:
+            self._executor = make_executor(self.executor_name, self.backend_name, self.executor_options)
+            given = dict(self._executor.start())
+        return get_backend(self.backend_name, **{**self.options, **given})
+
     def introduce(self) -> dict[str, Any]:
         """What the certificate says of backend and environment; known where the cases ran."""
         from conformance.environment import introduce
-        from paged.backends.registry import get_backend, list_backends
+        from paged.backends.registry import list_backends
 
         name = self.backend_name
-        return introduce(get_backend(name, **self.options), name, list_backends()[name])
+        backend = self._backend() if self._session is None else self._session.backend
+        return introduce(backend, name, list_backends()[name], self._executor)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Take a case's result, or an `error` for a case whose worker died or whose test broke."""
@@ -158,10 +174,12 @@ class Run:
 
     def _write(self, path: Path) -> str | None:
         """Write the certificate; a sentence if that must not be done."""
-        from conformance import assemble
+        from conformance import assemble, kits
         from conformance.journal import result_from_json
         from paged.common.errors import InvalidInputError
 
+        if self.backend_name in kits.KITS:
+            return f"a certificate of {self.backend_name!r} holds its kit's checks: paged certify {self.backend_name}"
         if not self.introductions and self._session is not None:
             self.introductions.append(self.introduce())
         if not self.introductions:

@@ -1,5 +1,7 @@
 """The native handlers on CPU: XLA's own decoding of attributes and aliases, what they refuse, sharded against whole."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from conformance.catalogue import load
 from conformance.executors import make_executor
 from conformance.executors.cpu_handlers import CpuHandlers, find_compiler, sources
 from conformance.relations import Mesh
-from conformance.runner import mesh_sharding
+from conformance.runner import Session, mesh_sharding
 from conformance.vectors import generate
 from paged.backends.aiter import probe
 from paged.backends.aiter.contract import APPEND, DECODE, PREFILL, TARGETS
@@ -142,6 +144,15 @@ def test_sharded_steps_have_the_bits_of_one_device_and_stay_in_place(aiter, case
         assert (split.out == whole.out).all(), str(mesh)
         assert (split.keys == whole.keys).all(), str(mesh)
         assert (split.values == whole.values).all(), str(mesh)
+
+
+@pytest.mark.parametrize("case", ["attend/address/bf16/d128/mixed", "attend/address/bf16/d128/decode"])
+def test_a_stacked_pool_is_read_at_its_layer(aiter, case):  # noqa: F811
+    """One array for all layers: page ids are moved to the layer's, sentinel and padding too."""
+    stacked = dataclasses.replace(aiter, pool_layout="stacked")
+    assert CASES[case].params["layer"] == 1
+    result = Session(stacked).run(CASES[case])
+    assert result.status == "pass", result.diagnosis
 
 
 def test_another_provider_of_a_name_and_an_unknown_one_are_refused():

@@ -157,3 +157,17 @@ def test_executors_that_do_not_fit_are_errors(arguments, said):
     done = paged(*arguments)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_the_cases_run_under_pytest_too_but_give_no_certificate_without_the_kit(tmp_path):
+    """Installed, the plugin is an entry point; in a source tree it is named."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conformance.plugin", "-p", "no:cacheprovider"]
+    command += ["--backend", "aiter", "--conformance-executor", "cpu-handlers", "--pyargs", "conformance"]
+    command += ["--conformance-only", "append/*/d128/*", "--certificate", str(tmp_path / "cert.json")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, check=False)
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
+    assert "a certificate of 'aiter' holds its kit's checks: paged certify aiter" in done.stdout
+    assert done.returncode == 2
+    assert not (tmp_path / "cert.json").exists()
