@@ -133,3 +133,9 @@ def test_aborting_at_any_point_leaves_nothing_behind():
             plane.retire(number)
         assert (plane.held_pages, plane.leaked_pages()) == (2, 0), points[point]
         assert plane.length(base) == 6
+
+
+def test_scenario_h16_there_is_no_host_tier_whose_counters_could_be_swapped():
+    # Pages are on the device or nowhere: a tier to offload to is refused, not ignored.
+    with pytest.raises(TypeError, match="host_pages"):
+        make_plane(host_pages=4)

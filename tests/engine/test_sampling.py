@@ -82,6 +82,7 @@ FILTERS = [
     {"min_p": 1.0},
     {"top_k": 7, "top_p": 0.8, "min_p": 0.05},
     {"top_k": 500},
+    *({"top_k": k, "top_p": p} for k in (3, 4, 5) for p in (0.5, 0.7, 0.9)),  # p of what top_k leaves, not of all
 ]
 
 
