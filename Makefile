@@ -39,6 +39,12 @@ certify: $(VENV)/.ready
 	$(RUN) $(BIN)/paged certify xla --output $(OUT)/xla.json --html $(OUT)/xla.html
 	@echo "certificates: $(OUT)/reference.json $(OUT)/xla.json; pages to look at: $(OUT)/reference.html $(OUT)/xla.html"
 
+# What every change is certified by: all of the sharded level, and a tenth of everything.
+certify-quick-%: $(VENV)/.ready
+	@mkdir -p $(OUT)
+	$(RUN) $(BIN)/paged certify $* --level sharded --output $(OUT)/$*-sharded.json
+	$(RUN) $(BIN)/paged certify $* --quick --output $(OUT)/$*-quick.json
+
 # torch, Triton and AITER at exactly these versions, in an environment of their own: the other one has no torch in it.
 $(AITER_VENV)/.ready: tools/aiter_triton/requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "paged needs Python 3.11 or newer, found " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
