@@ -72,9 +72,11 @@ class PageLedger:
 
     def dispatch(self, pages: np.ndarray) -> int:
         """Number of a new step in flight over `pages`; raises `UseAfterFreeError` naming a page that nobody holds."""
-        gone = ~self.allocator.allocated[pages]
-        if gone.any():
-            raise UseAfterFreeError(f"dispatch: page {pages[np.argmax(gone)]} was freed since the table was built.")
+        # Of ten thousand pages a step: `take`, and an index that numpy need not convert, cost half of indexing.
+        pages = pages.astype(np.intp)
+        held = self.allocator.allocated.take(pages)
+        if not held.all():
+            raise UseAfterFreeError(f"dispatch: page {pages[np.argmin(held)]} was freed since the table was built.")
         return self.fence.dispatch(pages)
 
     def retire(self, step: int) -> np.ndarray:
