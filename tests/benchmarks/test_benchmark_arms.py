@@ -123,10 +123,18 @@ def test_committed_traces_fit_their_budgets():
 
 def test_a_pass_with_preemptions_tells_capacity_and_no_throughput():
     row = dict.fromkeys(("slots", "overhead", "programs", "compiles", "leaked", "same_tokens", "requests"), 1)
-    arm = {"tokens_per_s": harness.Spread(5, 4, 6)._asdict(), "first_token_ms": {}, "between_tokens_ms": {}}
+    arm = {"tokens_per_s": harness.Spread(5, 4, 6)._asdict(), "tokens_per_cpu_s": harness.Spread(5, 4, 6)._asdict()}
+    arm |= {"first_token_ms": {}, "between_tokens_ms": {}}
     arm |= {"mean_running": harness.Spread(5, 4, 6)._asdict(), "peak_running": 9}
     ratio = harness.Spread(2, 1, 3)._asdict()
-    row |= {"paged": arm, "dense": arm, "preemptions": 7, "throughput_ratio": None, "first_token_ratio": ratio}
+    row |= {
+        "paged": arm,
+        "dense": arm,
+        "preemptions": 7,
+        "throughput_ratio": None,
+        "cpu_ratio": None,
+        "first_token_ratio": ratio,
+    }
     single = {
         "paged": {"tokens_per_s": ratio},
         "dense": {"tokens_per_s": ratio},
