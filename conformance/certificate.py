@@ -372,7 +372,7 @@ def _moved(old: Mapping[str, Any], new: Mapping[str, Any], same_backend: bool) -
     return any(None not in pair and pair[0] != pair[1] for pair in (shared, own))
 
 
-_FEATURES = re.compile(r"window|soft_cap|sinks|non_causal|kv_scales|lse")
+_FEATURES = re.compile(r"window|soft_cap|sinks|non_causal|kv_scales|lse|value_head_dim")
 
 
 def features_of(entry: Mapping[str, Any]) -> list[str]:
