@@ -4,8 +4,8 @@ from paged.control.allocator import PageAllocator as PageAllocator
 from paged.control.batch import Slice as Slice
 from paged.control.counters import Counters as Counters
 from paged.control.driver import Driver as Driver
-from paged.control.driver import StepOutcome as StepOutcome
 from paged.control.ladders import ShapeLadders as ShapeLadders
+from paged.control.outcome import StepOutcome as StepOutcome
 from paged.control.page_map import Handle as Handle
 from paged.control.page_map import PageMap as PageMap
 from paged.control.plane import ControlPlane as ControlPlane

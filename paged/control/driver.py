@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from paged.common.page_table import PageTable
 from paged.control.batch import Slice
 from paged.control.counters import Counters
 from paged.control.family import Family
+from paged.control.outcome import Flight, StepOutcome
 from paged.control.plane import ControlPlane
 from paged.control.requests import Phase, Request, Result
 from paged.control.runner_protocol import RequestId, Step, StepRunner
@@ -25,32 +25,6 @@ from paged.control.submission import check_ends, check_namespace, check_tokens, 
 
 SCHEDULES = ("mixed", "prefill_first")
 _DRAINING, _FINISHED = Phase.DRAINING, Phase.FINISHED  # an enum member costs a look-up in a loop over rows
-
-
-class StepOutcome(NamedTuple):
-    """What one step did, request by request.
-
-    - `batch`: ids of the requests that took part.
-    - `query_lens`, `cached` (batch,) int32: tokens that each fed, and tokens that it had in the cache before.
-    - `tokens` (batch,) int32: the token that each sampled and keeps; −1 where a prompt goes on or the request is gone.
-    - `finished`: ids of the requests that finished with it; their results are in `Driver.finished`.
-    """
-
-    batch: tuple[RequestId, ...]
-    query_lens: np.ndarray
-    cached: np.ndarray
-    tokens: np.ndarray
-    finished: tuple[RequestId, ...]
-
-
-class _Flight(NamedTuple):
-    """A step under way: its number at the plane, and which of its slices sample."""
-
-    number: int
-    ticket: Any
-    plan: Plan
-    samples: Sequence[bool]
-    table: PageTable
 
 
 class Driver:
@@ -121,7 +95,7 @@ class Driver:
         self.finished: dict[RequestId, Result] = {}
         self._depth = check_int("Driver", "runner.depth", runner.depth, minimum=1)
         self._requests: dict[RequestId, Request] = {}
-        self._flying: deque[_Flight] = deque()
+        self._flying: deque[Flight] = deque()
         self._arrivals = 0
         self._schedule = Schedule(
             plane,
@@ -307,7 +281,7 @@ class Driver:
                 self.plane.truncate(one.handle, one.start)
             raise
         number = self.plane.dispatch(table)
-        self._flying.append(_Flight(number, ticket, chosen, self._schedule.dispatched(chosen), table))
+        self._flying.append(Flight(number, ticket, chosen, self._schedule.dispatched(chosen), table))
         self.counters.steps += 1
         self.counters.decode_tokens += chosen.num_decode
         self.counters.prefill_tokens += sum(chosen.counts[chosen.num_decode :])
@@ -348,7 +322,7 @@ class Driver:
         cached = flight.table.kv_lens[:rows] - query_lens
         return StepOutcome(flight.plan.batch, query_lens, cached, sampled, tuple(finished))
 
-    def _collect(self, flight: _Flight) -> np.ndarray:
+    def _collect(self, flight: Flight) -> np.ndarray:
         sampled = np.array(self.runner.collect(flight.ticket))
         rows = len(flight.samples)
         if sampled.shape != (rows,) or sampled.dtype.kind not in "iu":

@@ -8,7 +8,7 @@ import numpy as np
 
 from paged.common.checks import show
 from paged.common.errors import InvalidInputError
-from paged.control.driver import StepOutcome
+from paged.control.outcome import StepOutcome
 from paged.control.runner_protocol import RequestId
 
 

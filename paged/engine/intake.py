@@ -10,7 +10,7 @@ import numpy as np
 from paged.common.checks import show
 from paged.common.errors import InvalidInputError, PoolExhaustedError
 from paged.engine.params import SamplingParams
-from paged.engine.runner import RequestSampling
+from paged.engine.request_sampling import RequestSampling
 from paged.engine.runtime import Runtime
 from paged.engine.text import TextCodec
 

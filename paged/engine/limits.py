@@ -125,3 +125,13 @@ def device_of(model: Decoder, sharding: KvSharding | None) -> Any:
             f"with the same KvSharding that you give here."
         )
     return min(devices, key=lambda device: device.id)
+
+
+def check_same_structure(old: Decoder, new: Decoder) -> None:
+    """Raises `InvalidInputError` unless steps that are compiled for the old model run the new one."""
+    here, there = (jax.tree.map(lambda x: (x.shape, x.dtype.name, x.sharding), model) for model in (old, new))
+    if jax.tree.structure(old) != jax.tree.structure(new) or here != there:
+        raise InvalidInputError(
+            "update_weights: the new model has another structure, shape, dtype, placement or config than the old one. "
+            "Build a new Runtime for it."
+        )

@@ -17,9 +17,10 @@ from paged.common.errors import InvalidInputError
 from paged.common.page_table import PageTable
 from paged.control import Slice, Step
 from paged.control.runner_protocol import IN_FLIGHT
-from paged.engine.params import GREEDY, NUM_WORDS, SamplingParams
+from paged.engine.params import GREEDY, NUM_WORDS
 from paged.engine.pool import KvPool, PoolArrays
 from paged.engine.programs import ProgramBook
+from paged.engine.request_sampling import BatchSampling, RequestSampling
 from paged.engine.sampling import Sampled
 from paged.engine.step import Program, Scored, from_previous, pack_step, step
 from paged.engine.step_inputs import StepInputs, build_step_inputs
@@ -34,20 +35,6 @@ class Token:
     id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RequestSampling:
-    """How a request's tokens are chosen: its parameters, and what a step's host sends for it.
-
-    - `seed`: the one that is used. `num_prompt`: tokens of its prompt, whose scores are wanted if
-      `params.prompt_logprobs` is not None.
-    """
-
-    params: SamplingParams
-    words: np.ndarray
-    seed: int
-    num_prompt: int
 
 
 class _Wanted(NamedTuple):
@@ -118,6 +105,7 @@ class DeviceRunner:
         self.program = program
         self.depth = check_int("DeviceRunner", "depth", depth, minimum=1, maximum=2)
         self.sampling: dict[Hashable, RequestSampling] = {}
+        self._together = BatchSampling([], program.num_top)
         self.collected: list[Token | None] = []
         self.prompt_scores: dict[Hashable, dict[int, Token]] = {}
         self.programs = ProgramBook()
@@ -184,28 +172,28 @@ class DeviceRunner:
         inputs: StepInputs,
         samples: np.ndarray,
     ) -> Packed:
-        level, num_top, wanted = GREEDY, [self.program.num_top] * len(batch), list[_Wanted]()
-        words = np.zeros((table.num_rows, NUM_WORDS), np.int32)
-        targets = np.zeros(table.num_tokens, np.int32)
-        for row, who in enumerate(batch):
-            asked = self.sampling.get(who)
-            if asked is None:
-                continue
-            params, words[row] = asked.params, asked.words
-            num_top[row] = params.logprobs
-            level = max(level, params.level)  # of those that do not sample yet, too: fewer programs
-            first = slices[row].start + 1
-            count = min(slices[row].num_tokens, asked.num_prompt - first)
-            if params.prompt_logprobs is not None and count > 0:
+        asked = [self.sampling.get(who) for who in batch]
+        if asked != self._together.asked:  # requests that decode together do so step after step
+            self._together = BatchSampling(asked, self.program.num_top)
+        together, wanted = self._together, list[_Wanted]()
+        targets = np.zeros(table.num_tokens if together.scored else 0, np.int32)
+        for row in together.scored:
+            one, first = asked[row], slices[row].start + 1
+            assert one is not None
+            length = min(slices[row].num_tokens, one.num_prompt - first)
+            if length > 0:
                 token = int(table.query_offsets[row])
-                targets[token : token + count] = known[row][first : first + count]
-                wanted.append(_Wanted(who, token, first, count, params.prompt_logprobs))
-        top = self.program.num_top if any(num_top) or any(want.num_top for want in wanted) else 0
-        program = self.program.doing(level, top, bool(wanted))
-        vector, rung = pack_step(
-            inputs, table, words.reshape(-1) if level > GREEDY else None, targets if wanted else None
-        )
-        return Packed(batch, vector, rung, samples, program, num_top, wanted)
+                targets[token : token + length] = known[row][first : first + length]
+                wanted.append(_Wanted(batch[row], token, first, length, one.params.prompt_logprobs or 0))
+        top = self.program.num_top if any(together.num_top) or any(want.num_top for want in wanted) else 0
+        program = self.program.doing(together.level, top, bool(wanted))
+        words = None
+        if together.level > GREEDY:
+            words = np.zeros((table.num_rows, NUM_WORDS), np.int32)
+            words[: len(batch)] = together.words
+            words = words.reshape(-1)
+        vector, rung = pack_step(inputs, table, words, targets if wanted else None)
+        return Packed(batch, vector, rung, samples, program, together.num_top, wanted)
 
     def launch(self, packed: Packed) -> Ticket:
         """Start a packed step, before any other is packed that feeds on it.

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from paged.backends.protocol import AttentionBackend
@@ -20,11 +18,20 @@ from paged.common.namespace import CacheNamespace
 from paged.common.page_table import PageTable, pages_for
 from paged.control import ControlPlane, FixedShape, Handle, PinnedShapes, PrefixIndex, ShapeLadders, Shapes, Slice
 from paged.control.schedule import chunk_tokens
-from paged.engine.limits import build_pool, check_ids, check_prompt, device_of, layout_for, shortage
+from paged.engine.limits import (
+    build_pool,
+    check_ids,
+    check_prompt,
+    check_same_structure,
+    device_of,
+    layout_for,
+    shortage,
+)
 from paged.engine.namespace import Namespaces
 from paged.engine.params import SamplingParams
 from paged.engine.pool import KvPool
-from paged.engine.runner import DeviceRunner, Packed, RequestSampling, Token
+from paged.engine.request_sampling import RequestSampling
+from paged.engine.runner import DeviceRunner, Packed, Token
 from paged.engine.step import Program
 from paged.engine.warm_up import Say, WarmUp, warm_up
 from paged.models import Decoder
@@ -192,20 +199,15 @@ class Runtime:
 
         Raises `InvalidInputError` naming the field for log probabilities or ids that this runtime does not have.
         """
-        vocabulary, most = self.model.config.vocab_size, self.runner.program.num_top
-        for field in ("logprobs", "prompt_logprobs"):
-            if (asked := getattr(params, field) or 0) > most:
-                raise InvalidInputError(
-                    f"{name}: SamplingParams.{field} is {asked}; this runtime reports at most {most} likeliest tokens. "
-                    f"Ask for fewer, or build it with num_top={asked}."
-                )
-        for token in params.stop_token_ids:
-            check_int(name, "stop_token_ids", token, minimum=0, maximum=vocabulary - 1)
-        if params.seed is not None:
-            seed = params.seed
-        elif seed is None:
-            seed = secrets.randbits(64)
-        return RequestSampling(params, params.words(seed, sample), seed, num_prompt)
+        return RequestSampling.of(
+            params,
+            num_prompt,
+            seed=seed,
+            sample=sample,
+            vocabulary=self.model.config.vocab_size,
+            most_top=self.runner.program.num_top,
+            name=name,
+        )
 
     def prompt_scores(self, handle: Handle) -> list[Token | None]:
         """Scores of the prompt's tokens, for a request that asked for them, once it was prefilled: None for the first,
@@ -244,12 +246,7 @@ class Runtime:
                 f"update_weights: {self.plane.num_open} requests are open, and what is cached for them comes from the "
                 f"old weights. Finish or abort them first."
             )
-        old, new = (jax.tree.map(lambda x: (x.shape, x.dtype.name, x.sharding), m) for m in (self.model, model))
-        if jax.tree.structure(self.model) != jax.tree.structure(model) or old != new:
-            raise InvalidInputError(
-                "update_weights: the new model has another structure, shape, dtype, placement or config than the old "
-                "one. Build a new Runtime for it."
-            )
+        check_same_structure(self.model, model)
         self.model = self.runner.model = model
         self.bump(fingerprint=fingerprint)
 

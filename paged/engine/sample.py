@@ -9,7 +9,8 @@ from paged.control import Result
 from paged.control.timeline import Timing
 from paged.engine.outputs import CompletionOutput
 from paged.engine.params import GREEDY, SamplingParams
-from paged.engine.runner import RequestSampling, Token
+from paged.engine.request_sampling import RequestSampling
+from paged.engine.runner import Token
 from paged.engine.text import StopText
 
 
