@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -112,19 +113,25 @@ def build(units: Sequence[Path], directory: Path, *, compiler: str | None = None
     ]
     folder = _cache() / digest(made_of)[7:31]
     library, manifest = folder / "handlers.so", folder / "manifest.json"
-    if not _intact(library, manifest):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            fresh = Path(scratch) / "handlers.so"
-            command = [found, *FLAGS, *defines, "-I", include, "-o", str(fresh), *map(str, units)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
-            if done.returncode:
-                raise BackendUnavailableError(f"the handlers do not compile: {done.stderr.strip()[:2000]}")
-            text = json.dumps({"sha256": hashlib.sha256(fresh.read_bytes()).hexdigest()})
-            (Path(scratch) / "manifest.json").write_text(text)
-            fresh.replace(library)
-            (Path(scratch) / "manifest.json").replace(manifest)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together compile once
+        if not _intact(library, manifest):
+            _compile([found, *FLAGS, *defines, "-I", include], units, library, manifest)
     return library
+
+
+def _compile(command: Sequence[str], units: Sequence[Path], library: Path, manifest: Path) -> None:
+    """The library and its manifest, whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        fresh, written = Path(scratch) / library.name, Path(scratch) / manifest.name
+        whole = [*command, "-o", str(fresh), *map(str, units)]
+        done = subprocess.run(whole, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
+        if done.returncode:
+            raise BackendUnavailableError(f"the handlers do not compile: {done.stderr.strip()[:2000]}")
+        written.write_text(json.dumps({"sha256": hashlib.sha256(fresh.read_bytes()).hexdigest()}))
+        fresh.replace(library)
+        written.replace(manifest)
 
 
 def _intact(library: Path, manifest: Path) -> bool:

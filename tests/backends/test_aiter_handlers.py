@@ -11,7 +11,7 @@ from aiter_faults import aiter, library, set_fault  # noqa: F401 (a fixture)
 from conformance import execute
 from conformance.catalogue import load
 from conformance.executors import make_executor
-from conformance.executors.cpu_handlers import CpuHandlers, find_compiler, sources
+from conformance.executors.cpu_handlers import CpuHandlers, build, find_compiler, sources
 from conformance.relations import Mesh
 from conformance.runner import Session, mesh_sharding
 from conformance.vectors import generate
@@ -191,3 +191,18 @@ def test_executors_are_a_closed_list_and_serve_one_backend():
     with pytest.raises(InvalidInputError, match="serves the backend 'aiter', not 'xla'"):
         make_executor("lowering-only", "xla", {})
     assert make_executor("native", "aiter", {}).start() == {}
+
+
+def test_a_library_that_was_changed_is_built_anew(tmp_path, monkeypatch):
+    """What is loaded is what was built: its SHA-256 was written down then (requirement X5)."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.cc").write_text('extern "C" int answer() { return 42; }\n')
+    built = build([tmp_path / "a.cc"], tmp_path)
+    sound = built.read_bytes()
+    assert build([tmp_path / "a.cc"], tmp_path) == built
+    built.write_bytes(sound + b"more")
+    assert build([tmp_path / "a.cc"], tmp_path).read_bytes() == sound
+    (built.parent / "manifest.json").write_text("{")
+    assert build([tmp_path / "a.cc"], tmp_path).read_bytes() == sound
+    (tmp_path / "b.h").write_text("// another header\n")
+    assert build([tmp_path / "a.cc"], tmp_path) != built

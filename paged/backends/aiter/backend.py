@@ -181,7 +181,7 @@ class AiterBackend:
 
 
 def make_backend(**options: Any) -> AiterBackend:
-    """The factory of the entry point `aiter`; options are the fields of `AiterBackend`. Touches no device.
+    """The factory of the entry point `aiter`; options are the fields of `AiterBackend`. Runs nothing on a device.
 
     Raises `BackendUnavailableError`, with the reason and the next step for each target, unless all targets of the route
     are there with the contract's ABI.

@@ -1,4 +1,7 @@
-"""What of jax-aiter is here: a report with a reason for everything that is not. Imports no torch, touches no device."""
+"""What of jax-aiter is here: a report with a reason for everything that is not. Imports no torch, runs nothing.
+
+Where jax-aiter's own wrappers are installed they are lowered, for which jax starts its default backend.
+"""
 
 from __future__ import annotations
 
