@@ -69,7 +69,9 @@ def numerics_line(body: Mapping[str, Any]) -> str:
     partials = {"float32": "float32", "output": "the output's dtype"}.get(model.get("partials", ""), "?")
     normalised = ", normalised before rounding" if model.get("normalised") else ""
     error = model.get("exp_error_log2", "?")
-    return f"{name}: weights in {weights}{normalised}, partial results in {partials}, exp to 2^{error}."
+    decode = body["claims"].get("decode_numerics")
+    other = f" Rows of one token: {decode}." if decode not in (None, name) else ""
+    return f"{name}: weights in {weights}{normalised}, partial results in {partials}, exp to 2^{error}.{other}"
 
 
 def _unclaimed(cases: list[Mapping[str, Any]]) -> dict[str, int]:
