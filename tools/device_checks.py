@@ -134,7 +134,14 @@ def decoder(layers: int, **sizes: Any) -> DecoderConfig:
 
 
 def step_of(
-    of: Any, config: DecoderConfig, rows: int, context: int, *, query_len: int = 1, pages: int = 0, sharding: Any = None
+    of: Any,
+    config: DecoderConfig,
+    rows: int,
+    context: int,
+    *,
+    query_len: int = 1,
+    pages: int = 0,
+    dtype: str = "bfloat16",
 ) -> Any:
     """(jitted step, its arguments after pool and model, layout of the pool)."""
     each = -(-context // 16)
@@ -143,16 +150,16 @@ def step_of(
     table = build_page_table(
         query_lens=[query_len] * rows, kv_lens=[context] * rows, pages=ids, tokens_per_page=16, num_pages=pages
     )  # fmt: skip
-    layout = config.storage_layout(num_pages=pages, tokens_per_page=16, dtype="bfloat16", sharding=sharding)
+    layout = config.storage_layout(num_pages=pages, tokens_per_page=16, dtype=dtype)
     group = config.num_query_heads // config.num_kv_heads
-    rung = Rung.of(table).with_heads(group_size=group, head_dim=config.head_dim, kv_dtype="bfloat16")
+    rung = Rung.of(table).with_heads(group_size=group, head_dim=config.head_dim, kv_dtype=dtype)
     arrays, tokens = table_arrays(table), jnp.arange(rows * query_len, dtype=jnp.int32) * 7 % config.vocab_size
     offsets = jnp.tile(jnp.arange(context - query_len, context, dtype=jnp.int32), rows)
 
     def step(pool: Any, model: Any, arrays: Any, tokens: Any) -> Any:
         plans = tuple(plan_step(of, arrays, rung, spec) for spec in config.block)
         samples = arrays.query_offsets[1:] - 1
-        logits, pool = model(tokens, offsets, samples, pool, plans, backend=of, sharding=sharding)
+        logits, pool = model(tokens, offsets, samples, pool, plans, backend=of)
         return pool, logits
 
     options = compiler_options("gpu")
@@ -163,14 +170,15 @@ def step_of(
 def layer_kernels_are_the_layers(args: Any) -> str:
     """Logits and pool of decode steps by the layer kernels and by XLA, from equal pools."""
     seen = []
-    for name, more in {"one": {}, "two": {"block": (SPEC, AttentionSpec(scale=128**-0.5, window=40))}}.items():
+    two = {"block": (SPEC, AttentionSpec(scale=128**-0.5, window=40))}
+    for name, dtype, more in (("one", "bfloat16", {}), ("two", "bfloat16", two), ("one", "float16", {})):
         config = decoder(4, **more)
-        model = random_decoder(config, jax.random.key(0), "bfloat16")
+        model = random_decoder(config, jax.random.key(0), dtype)
         for rows in (1, 9, 16):
             found = []
             for layers in ("xla", "kernels"):
                 of = backend(args, layers=layers)
-                step, arguments, layout = step_of(of, config, rows, 100)
+                step, arguments, layout = step_of(of, config, rows, 100, dtype=dtype)
                 pool: Any = KvPool(layout, of).arrays
                 for _ in range(2):
                     pool, _ = step(pool, model, *arguments)

@@ -64,7 +64,8 @@ class FlashInferBackend:
       pinned here and never follows the batch. None is 2048, or 512 on CUDA cores: measured best.
     - `decode`: `"paged"`, this project's kernel (Hopper; 16-bit pools, others take FlashInfer's), or `"flashinfer"`.
     - `prefill`: `"fa3"` (needs modules built for 9.0a; not for fp8 pools, which take fa2) or `"fa2"`.
-    - `sm_count`: SMs of the device; None asks it. It does not enter the bits.
+    - `sm_count`: SMs of the device that will run the step; None asks the one at hand. It does not enter the bits, but a
+      number that is not the device's would make FA3 read past its plan, so another one is refused where a GPU is.
     - `layers`: `"kernels"` runs what lies around attention in steps of few tokens by this project's kernels, which read
       weights nearer to the memory's bandwidth than cuBLAS does; `"xla"` leaves it to XLA. Attention is the same.
     - `overlap`: whether those kernels may fetch weights while the kernel before them still runs.
@@ -115,7 +116,7 @@ class FlashInferBackend:
             prefill=prefill,
             chunk=None if unsplit else self.split_tokens or (2048 if paged or self.tier == "fast" else 512),
             tile=self.prefill_tile if prefill == "fa2" else (192 if rung.head_dim == 64 else 128),
-            ctas=self.sm_count or _sm_count() if prefill == "fa3" else 0,
+            ctas=self._sms() if prefill == "fa3" else 0,
             window=spec.window if paged else None,
             fa2_tile=self.prefill_tile,
         )
@@ -238,6 +239,15 @@ class FlashInferBackend:
             float_bytes=float_bytes,
             attributes={"parts": np.int64(self._terms), **decode_attributes(static, spec)},
         )
+
+    def _sms(self) -> int:
+        if self.sm_count is None:
+            return _sm_count()
+        if jax.default_backend() == "gpu" and self.sm_count != _sm_count():
+            raise InvalidInputError(
+                f"FlashInferBackend.sm_count={self.sm_count}, but this device has {_sm_count()} SMs. Leave it out."
+            )
+        return self.sm_count
 
     @property
     def _terms(self) -> int:
