@@ -21,7 +21,7 @@ from paged.common.errors import BackendUnavailableError, InvalidInputError
 
 PACKAGE = "aiter_triton"
 DEFAULT_DIRECTORY = Path(__file__).resolve().parents[2] / "tools" / PACKAGE
-NEEDED = ("torch", "triton", "aiter", "jax_tvm_ffi")
+NEEDED = ("torch", "triton", "aiter")
 """Modules that the folder's code imports, besides jax and numpy."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import emulator, patches, targets
 
-PACKAGES = ("amd-aiter", "triton", "torch", "jax", "jaxlib", "jax-tvm-ffi", "apache-tvm-ffi", "numpy")
+PACKAGES = ("amd-aiter", "triton", "torch", "jax", "jaxlib", "numpy")
 MODULES = (
     "unified_attention",
     "fused_kv_cache",
@@ -38,7 +38,6 @@ def describe() -> dict[str, Any]:
         "as_shipped": not changed(),
         "interpreter": f"sha256:{digest_of(interpreter_source())}",
         "targets": dict(targets.SERVES),
-        "attribute_widths": "not checked: handlers are Python functions",
         "compute_units": emulator.compute_units(),
         "patches": {p.name: p.reason for p in patches.PATCHES},
     }

@@ -1,8 +1,7 @@
 """The FFI targets of the backend `aiter`, served on CPU by the vendor's Triton kernels.
 
 XLA calls a handler with buffers and attributes; here they become torch tensors over the same memory and a call of
-`kernels`. Handlers are Python functions, to which an attribute is a number or a string: the width that it was sent
-with is not checked here. (The C++ handlers of tests/aiter_handlers check that; they decode with XLA's own headers.)
+`kernels`. A call that is not by the contract, down to the width of an attribute, is refused first.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any
 
 import torch
 
-from . import kernels
+from . import ffi, kernels
+from .ffi import Buffer
 
 PROVIDER = "triton-interpreter"
 PARTITION_TOKENS = 256
@@ -33,12 +33,12 @@ SERVES: Mapping[str, str] = {
 """Target -> what computes it here, and what would on the device. No HIP and no CK kernel runs here."""
 
 _DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "ui8": torch.uint8,
 }
 
 
@@ -46,15 +46,14 @@ class RefusedError(ValueError):
     """A call that the vendor's handler refuses, or would compute wrongly without a word."""
 
 
-def view(buffer: Any) -> torch.Tensor:
-    """XLA's buffer as a tensor over the same memory, valid during the call. bfloat16 has no way through DLPack's numpy
-    and a kept DLPack tensor outlives its buffer, so it is made from the address."""
-    dtype, shape = _DTYPES[str(buffer.dtype)], [int(n) for n in buffer.shape]
-    size = math.prod(shape) * dtype.itemsize
+def view(buffer: Buffer) -> torch.Tensor:
+    """XLA's buffer as a tensor over the same memory, valid during the call."""
+    dtype = _DTYPES[buffer.dtype]
+    size = math.prod(buffer.shape) * dtype.itemsize
     if not size:
-        return torch.empty(shape, dtype=dtype)
-    memory = (ctypes.c_char * size).from_address(buffer.data_ptr())
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+        return torch.empty(buffer.shape, dtype=dtype)
+    memory = (ctypes.c_char * size).from_address(buffer.address)
+    return torch.frombuffer(memory, dtype=dtype).view(buffer.shape)
 
 
 def append(attributes: Mapping[str, Any], arguments: list[Any], results: list[Any]) -> None:
@@ -111,9 +110,11 @@ def prefill(attributes: Mapping[str, Any], arguments: list[Any], results: list[A
 
 
 def probe(attributes: Mapping[str, Any], arguments: list[Any], results: list[Any]) -> None:
-    """KvAliasProbeJA: rows added in place."""
+    """KvAliasProbeJA: rows added in place, those out of range skipped."""
     _aliased(arguments[:1], results)
-    view(results[0]).index_add_(0, view(arguments[1]).long(), view(arguments[2]))
+    pool, rows, values = view(results[0]), view(arguments[1]).long(), view(arguments[2])
+    inside = (rows >= 0) & (rows < pool.shape[0])
+    pool.index_add_(0, rows[inside], values[inside])
 
 
 HANDLERS: Mapping[str, Callable[..., None]] = {
@@ -148,7 +149,7 @@ def _attend(tensors: tuple[torch.Tensor, ...], query_offsets: Any, lists: tuple[
 
 def _aliased(operands: list[Any], results: list[Any]) -> None:
     for operand, result in zip(operands, results):
-        if operand.data_ptr() != result.data_ptr():
+        if operand.address != result.address:
             raise RefusedError("the pool is not aliased to its result: donate it, or it would be copied.")
 
 
@@ -161,26 +162,38 @@ def _uncapped(attributes: Mapping[str, Any]) -> None:
 
 def register() -> None:
     """Register every target for CPU and say so to the backend. Again is a no-op."""
-    import jax_tvm_ffi
-    import tvm_ffi
-
     from paged.backends.aiter.contract import TARGETS
     from paged.backends.aiter.targets import provide, provided
 
     for name, target in TARGETS.items():
-        if name not in provided("cpu"):
-            names = [attribute for attribute, _ in target.attributes]
-            spec = [*(f"attrs.{n}" for n in names), "args", "rets"]
-            function = tvm_ffi.convert(_called(name, names, len(target.operands)))
-            jax_tvm_ffi.register_ffi_target(name, function, spec, platform="cpu", pass_owned_tensor=True)
-        provide(name, platform="cpu", provider=PROVIDER)
+        new = name not in provided("cpu")
+        provide(name, platform="cpu", provider=PROVIDER, capsule=ffi.capsule(_serve(target)) if new else None)
 
 
-def _called(name: str, attributes: list[str], operands: int) -> Callable[..., None]:
-    """The handler as XLA's bridge calls it: attributes, operands and results in a row. Looked up at every call."""
+def _serve(target: Any) -> Callable[[ffi.Call], None]:
+    """The handler of a target: checks a call against the contract and runs what `HANDLERS` has now."""
 
-    def handle(*given: Any) -> None:
-        found, buffers = given[: len(attributes)], given[len(attributes) :]
-        HANDLERS[name](dict(zip(attributes, found)), list(buffers[:operands]), list(buffers[operands:]))
+    def handle(call: ffi.Call) -> None:
+        if fault := mismatch(target, call):
+            raise RefusedError(f"{target.name}: {fault}.")
+        values = {name: attribute.value for name, attribute in call.attributes.items()}
+        HANDLERS[target.name](values, list(call.operands), list(call.results))
 
     return handle
+
+
+def mismatch(target: Any, call: ffi.Call) -> str | None:
+    """How a call differs from its contract in what XLA decodes: numbers of arrays, element types, attribute types."""
+    for what, wanted, found in (("operand", target.operands, call.operands), ("result", target.results, call.results)):
+        if len(wanted) != len(found):
+            return f"{len(found)} {what}s, the contract has {len(wanted)}"
+        for operand, buffer in zip(wanted, found):
+            if buffer.dtype not in operand.types or len(buffer.shape) != len(operand.shape):
+                return f"{what} {operand.name} is {buffer.dtype}{list(buffer.shape)}"
+    wanted = dict(target.attributes)
+    if wanted.keys() != call.attributes.keys():
+        return f"attributes {sorted(call.attributes)}, the contract has {sorted(wanted)}"
+    for name, attribute in call.attributes.items():
+        if attribute.type != wanted[name]:
+            return f"attribute {name} is {attribute.type}, the contract has {wanted[name]}"
+    return None

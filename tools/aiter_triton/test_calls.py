@@ -1,5 +1,6 @@
 """The handlers: what they refuse, what they leave alone, and that one launch is under way at a time."""
 
+import functools
 import threading
 
 import jax
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from aiter_triton import kernels
+from aiter_triton import ffi, kernels
 from conformance import execute
 from conformance.catalogue import load
+from conformance.kits.aiter.calls import run
 from conformance.kits.aiter.lowered import sharding_over
 from paged.backends.aiter import contract, ops
 from paged.backends.protocol import KvArrays
@@ -94,6 +96,61 @@ def test_options_that_the_kernel_has_not_are_refused(changes, words):
     prefill()
     with pytest.raises(jax.errors.JaxRuntimeError, match=words):
         prefill(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scale": 1.0}, "attribute scale is f64, the contract has f32"),
+        ({"max_seqlen_q": np.int32(2)}, "attribute max_seqlen_q is i32, the contract has i64"),
+        ({"causal": np.int64(1)}, "attribute causal is i64, the contract has i1"),
+        ({"extra": np.int64(1)}, "attributes .*extra"),
+    ],
+)
+def test_a_call_that_is_not_by_the_contract_is_refused(changes, words):
+    held, query = pool(), jnp.ones((2, 1, 16), jnp.float16)
+    given = {
+        "scale": np.float32(1), "logits_soft_cap": np.float32(0), "max_seqlen_q": np.int64(2), "causal": True,
+        "max_seqlen_k": np.int64(2), "window_size_left": np.int64(-1), "window_size_right": np.int64(-1),
+    }  # fmt: skip
+    lists = (jnp.asarray([0, 1], jnp.int32), jnp.asarray([1, 0], jnp.int32), jnp.asarray([2], jnp.int32))
+    operands = (query, held.keys, held.values, jnp.asarray([0, 2], jnp.int32), *lists)
+    # Jitted anew each time: to jax's cache of calls, 1.0 and float32(1) are one value.
+    run(contract.PREFILL, (query,), operands, **given)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        run(contract.PREFILL, (query,), operands, **{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda arrays: arrays[:-1], "6 operands, the contract has 7"),
+        (lambda arrays: [*arrays[:-1], arrays[-1].astype(jnp.float32)], r"kv_last_page_lens is f32\[1\]"),
+        (lambda arrays: [arrays[0][0], *arrays[1:]], r"query is f16\[1, 16\]"),
+    ],
+)
+def test_arrays_that_are_not_by_the_contract_are_refused(change, words):
+    held, query = pool(), jnp.ones((2, 1, 16), jnp.float16)
+    arrays = [query, held.keys, held.values, *(jnp.asarray(x, jnp.int32) for x in ([0, 2], [0, 1], [1, 0], [2]))]
+    attributes = {
+        "scale": np.float32(1), "logits_soft_cap": np.float32(0), "max_seqlen_q": np.int64(2), "causal": True,
+        "max_seqlen_k": np.int64(2), "window_size_left": np.int64(-1), "window_size_right": np.int64(-1),
+    }  # fmt: skip
+    call = jax.ffi.ffi_call("PagedPrefillJA", jax.ShapeDtypeStruct(query.shape, query.dtype))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        jax.block_until_ready(call(*change(arrays), **attributes))
+
+
+def test_long_text_arrives_whole_and_leaves_the_heap_alone():
+    seen = []
+    handler = ffi.capsule(lambda call: seen.append(call.attributes["name"]))
+    jax.ffi.register_ffi_target("aiter_triton_text", handler, platform="cpu")
+    call = jax.ffi.ffi_call("aiter_triton_text", jax.ShapeDtypeStruct((1,), jnp.float32), has_side_effect=True)
+    for size in (0, 7, 8, 42, 5000):
+        program = jax.jit(functools.partial(call, name="x" * size))
+        for _ in range(20):
+            jax.block_until_ready(program())
+        assert seen[-1] == ffi.Attribute("string", "x" * size)
 
 
 def test_a_workspace_that_is_too_small_is_refused():

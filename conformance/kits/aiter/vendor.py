@@ -26,7 +26,8 @@ def finding(context: Context) -> Any:
     name = context.id.rpartition("/")[2]
     found = context.executor.vendor("findings").load()[name]
     evidence = found.show()
-    details = {"finding": found.describe(), "measured": plain(evidence.measured)}
+    said = found.describe()
+    details = {"finding": said.pop("what"), **said, "measured": plain(evidence.measured)}
     if not evidence.reproduced:
         return context.failed(f"finding {name!r} is not seen with these versions; correct the list", **details)
     return context.passed(**details)
