@@ -1,13 +1,18 @@
 """What a native certificate says of the vendor's stack, from trees and files made for the test."""
 
 import json
+import shutil
 import subprocess
 
 import pytest
 
+from conformance.executors.cpu_handlers import DEFAULT_DIRECTORY, build
 from conformance.executors.native import make_executor
-from conformance.kits.aiter import stack
-from paged.backends.aiter import machine, probe, targets
+from conformance.kits import run
+from conformance.kits.aiter import process, stack
+from conformance.runner import Session
+from paged.backends.aiter import AiterBackend, machine, probe, targets
+from paged.backends.aiter.contract import TARGETS
 
 
 @pytest.fixture
@@ -67,3 +72,35 @@ def test_files_that_cannot_be_read_are_said_to_be(tmp_path):
     assert stack.mapped("x", tmp_path / "none") == {}
     assert stack._git(tmp_path, "rev-parse", "HEAD") is None
     assert isinstance(stack.partitions(), dict)
+
+
+def native(backend, check):
+    return run.Context(check, Session(backend), make_executor())
+
+
+def test_installed_libraries_are_asked_what_they_decode(tree, monkeypatch):
+    """The four files of a build, here copies of the handlers that serve on CPU."""
+    built = build([DEFAULT_DIRECTORY / "broken.cc"], DEFAULT_DIRECTORY)
+    monkeypatch.setattr(probe, "_registry", lambda: (None, ""))
+    backend = AiterBackend(lower_only=True)
+    lacking = run.run("aiter", native(backend, "kit/abi/decoded"))
+    assert "no library of AppendKvJA, PagedAttentionJA, PagedPrefillJA was found" in lacking.diagnosis
+    for target in TARGETS.values():
+        shutil.copy(built, tree / "build" / "jax_aiter_build" / target.library)
+    found = {name: probe._library(name, tree) for name in TARGETS}
+    reports = {name: probe.TargetReport(name, False, library=path) for name, path in found.items()}
+    monkeypatch.setattr(process, "probe", lambda: probe.Report("rocm", reports))
+    decoded = run.run("aiter", native(backend, "kit/abi/decoded"))
+    assert decoded.status == "pass", decoded.diagnosis
+    assert decoded.details["contracts"] == {name: t.contract_id for name, t in TARGETS.items()}
+
+
+def test_a_native_run_off_the_device_fails_by_name(tree):
+    backend = AiterBackend(lower_only=True)
+    said = {i: run.run("aiter", native(backend, f"kit/{i}")) for i in ("audit/device", "audit/targets", "alias-probe")}
+    assert {result.status for result in said.values()} == {"fail"}
+    assert said["audit/device"].diagnosis == "the cases run on cpu; start jax with the ROCm plugin."
+    assert "not registered for rocm. Build:" in said["audit/targets"].diagnosis
+    assert "kv_alias_probe_ja.so is not built. Build:" in said["alias-probe"].diagnosis
+    runtime = run.run("aiter", native(backend, "kit/audit/runtime"))
+    assert runtime.diagnosis.startswith("0 HIP runtimes are mapped, 1 expected: none")
