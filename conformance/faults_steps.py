@@ -34,6 +34,15 @@ def _kept_page_list(call: Call) -> None:
     call.list_pages(ids)
 
 
+def _kept_lengths(call: Call) -> None:
+    (kv_lens,) = _recall("kept_lengths", call.table.kv_lens)
+    row = jnp.minimum(call.row_of_token, call.rung.rows - 1)
+    kv_len = jnp.where(call.row_of_token < call.rung.rows, kv_lens[row], 0)
+    token = jnp.arange(call.rung.tokens, dtype=jnp.int32)
+    position = kv_len - call.table.query_offsets[row + 1] + token
+    call.rows = dataclasses.replace(call.rows, kv_len=kv_len, position=position)
+
+
 def _kept_pages(call: Call) -> None:
     """The pool that the attention of the call before saw."""
     keys, values = _recall("kept_pages", call.pool.keys, call.pool.values)
@@ -49,5 +58,6 @@ def _shared_page_once(call: Call) -> None:
 
 
 FAULTS["kept_page_list"] = Fault(before=_kept_page_list)
+FAULTS["kept_lengths"] = Fault(before=_kept_lengths)
 FAULTS["kept_pages"] = Fault(before=_kept_pages)
 FAULTS["shared_page_once"] = Fault(before=_shared_page_once)

@@ -103,6 +103,7 @@ MUTANTS: dict[str, Mutant] = {
         Mutant("value_scale_twice", "attend.14", "applies the scale of the values twice"),
         Mutant("fnuz_as_fn", "attend.14", "takes the bytes of an fnuz type for those of its sibling"),
         Mutant("kept_page_list", "steps.1", "uses the page list of the call before"),
+        Mutant("kept_lengths", "steps.1", "uses the row lengths of the call before"),
         Mutant("kept_pages", "steps.1", "attends to what the pool held at the call before"),
         Mutant("shared_page_once", "steps.2", "lets only one of several rows read a page that they share"),
         Mutant("shard_heads_turned", "sharded.1", "returns the heads of all shards but the first in reverse"),

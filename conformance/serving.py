@@ -23,6 +23,7 @@ from conformance.oracle import Rules
 from conformance.vectors import Trace, Vector, generate
 from conformance.vectors.vector import Operation, TraceStep
 from paged.backends.protocol import AttentionBackend, KvArrays
+from paged.common import PageTable
 from paged.common.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -247,6 +248,9 @@ def _recalled(problem: AttendProblem, past: list[AttendProblem]) -> tuple[Hypoth
         if len(ids) == len(problem.table.page_ids) and not np.array_equal(ids, problem.table.page_ids):
             text = f"The output is that of the page list of {ago}: something was kept from it."
             out.append(Hypothesis("kept-list", "steps.1", text, problem, _listed(ids)))
+        if (kept := _with_lengths(problem, earlier.table.kv_lens)) is not None:
+            text = f"The output is that of the row lengths of {ago}: something was kept from it."
+            out.append(Hypothesis("kept-lengths", "steps.1", text, kept))
         if not _same_pages(problem, earlier):
             text = f"The output is that of what the pages held at {ago}: something was kept from it."
             kept = dataclasses.replace(problem, keys=earlier.keys, values=earlier.values)
@@ -263,6 +267,15 @@ def _listed(ids: np.ndarray) -> Rules:
         return problem.layer * table.num_pages + ids[first:end].astype(np.int64)
 
     return Rules(pages=pages)
+
+
+def _with_lengths(problem: AttendProblem, lengths: np.ndarray) -> AttendProblem | None:
+    """The problem with other row lengths; None if they are the same, or of another number of rows."""
+    table = problem.table
+    if lengths.shape != table.kv_lens.shape or np.array_equal(lengths, table.kv_lens):
+        return None
+    fields = {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+    return dataclasses.replace(problem, table=PageTable.trusted(**{**fields, "kv_lens": lengths}))
 
 
 def _same_pages(problem: AttendProblem, earlier: AttendProblem) -> bool:
