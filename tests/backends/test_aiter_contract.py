@@ -53,7 +53,7 @@ def lower(target, operands=None, attributes=None, aliases=None, order=None):
         arrays = arrays if order is None else tuple(arrays[i] for i in order)
         return jax.ffi.ffi_call(target, RESULTS[target], input_output_aliases=aliases)(*arrays, **attributes)
 
-    return jax.jit(call).trace(*operands).lower(lowering_platforms=("rocm",)).compiler_ir("stablehlo")
+    return jax.jit(call).trace(*operands).lower(lowering_platforms=("rocm",))
 
 
 def changed(target, **attributes):

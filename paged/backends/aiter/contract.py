@@ -175,7 +175,8 @@ def check_lowering(
 ) -> list[str]:
     """Every difference between a lowered module's calls and the contract, each naming the target and what differs.
 
-    - `module`: what `jax.stages.Lowered.compiler_ir("stablehlo")` gives, read with MLIR's bindings.
+    - `module`: a `jax.stages.Lowered`, or the module that its `compiler_ir("stablehlo")` gives, read with MLIR's
+      bindings.
     - `required`: targets of which there must be at least one call.
     - `arguments`: operand name, e.g. `"k_new"` -> indices of the main function's arguments one of which it must be made
       from, and of which it must be made from none that is given to another name. Types cannot tell K from V.

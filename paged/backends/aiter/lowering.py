@@ -34,7 +34,9 @@ class Call:
 
 
 def read_calls(module: Any) -> tuple[Call, ...]:
-    """Every `stablehlo.custom_call` of a module, in the order of the text."""
+    """Every `stablehlo.custom_call` of a module, or of a `jax.stages.Lowered`, in the order of the text."""
+    if hasattr(module, "compiler_ir"):
+        module = module.compiler_ir("stablehlo")
     origins = Origins(module)
     return tuple(
         dataclasses.replace(_call(operation, place), origins=tuple(origins.of(o) for o in operation.operands))
