@@ -247,22 +247,30 @@ class DeviceRunner:
         packed, self._free_at = ticket.packed, time.perf_counter()
         self.traces.append(dataclasses.replace(ticket.trace, wait_s=self._free_at - began))
         rows = np.flatnonzero(packed.samples)
-        refuse_rows("step", "log probability", host.logprobs[rows], np.isnan(host.logprobs[rows]), _NOT_FINITE)
+        logprobs = host.logprobs[rows]
+        refuse_rows("step", "log probability", logprobs, np.isnan(logprobs), _NOT_FINITE)
         out: list[Token | None] = [None] * len(packed.samples)
-        for row in rows.tolist():
-            out[row] = _token(host, row, packed.num_top[row])
+        sampled = _tokens(host, rows.tolist(), [packed.num_top[row] for row in rows.tolist()])
+        for row, token in zip(rows.tolist(), sampled):
+            out[row] = token
         for want in packed.wanted:
             scores = self.prompt_scores.setdefault(want.who, {})
-            for i in range(want.length):
-                scores.setdefault(want.first + i, _token(prompt, want.token + i, want.num_top))
+            there = range(want.token, want.token + want.length)
+            for position, token in enumerate(_tokens(prompt, there, [want.num_top] * want.length), want.first):
+                scores.setdefault(position, token)
         return out
 
 
-def _token(host: Sampled, row: int, num_top: int) -> Token:
-    top = ()
-    if num_top:
-        top = tuple(zip(host.top_tokens[row, :num_top].tolist(), host.top_logprobs[row, :num_top].tolist()))
-    return Token(int(host.tokens[row]), float(host.logprobs[row]), top)
+def _tokens(host: Sampled, rows: Sequence[int], num_top: Sequence[int]) -> list[Token]:
+    """Tokens of some rows, each with as many likeliest ones as it asked for."""
+    ids, logprobs = host.tokens.tolist(), host.logprobs.tolist()
+    if not any(num_top):
+        return [Token(ids[row], logprobs[row]) for row in rows]
+    top_ids, top_logprobs = host.top_tokens.tolist(), host.top_logprobs.tolist()
+    return [
+        Token(ids[row], logprobs[row], tuple(zip(top_ids[row][:most], top_logprobs[row][:most])))
+        for row, most in zip(rows, num_top)
+    ]
 
 
 _NOT_FINITE = (
