@@ -54,7 +54,7 @@ def copy_bandwidth() -> float:
     XLA has no plain copy to time: its elementwise loop reaches 0.8 of what the copy engine's kernel does on an H200.
     """
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
         x = jax.random.normal(jax.random.key(0), (1 << 31,), jnp.bfloat16)
 
@@ -126,6 +126,31 @@ def attention(backend, rows: int, context: int, query_len: int) -> tuple[float, 
     return slope(chain)
 
 
+def torch_attention(rows: int, context: int) -> dict[str, float]:
+    """Seconds of torch's causal attention over dense keys and values, by kernel; empty where torch is not installed."""
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+        from torch.nn.attention import SDPBackend, sdpa_kernel  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return {}
+    query = torch.randn(rows, QUERY_HEADS, context, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    keys, values = torch.randn(2, rows, KV_HEADS, context, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found = {}
+    for name, kernel in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        times = []
+        for _ in range(13):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            with sdpa_kernel(kernel):
+                attend(query, keys, values, is_causal=True, enable_gqa=True)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        found[name] = statistics.median(times[3:])
+    return found
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -135,22 +160,22 @@ def main() -> None:
     top = ceilings()
     print(f"copy {top['copy_bytes_per_s'] / 1e12:.2f} TB/s, bf16 matmul {top['matmul_flop_per_s'] / 1e12:.0f} TFLOP/s")
     rows: list[dict[str, object]] = []
-    for tier, split in (("exact", 512), ("fast", 512), ("fast", 1024), ("fast", 2048)):
-        backend = get_backend("flashinfer", tier=tier, split_tokens=split, directory=args.directory)
+    for tier, decode in (("exact", "paged"), ("fast", "paged"), ("exact", "flashinfer"), ("fast", "flashinfer")):
+        backend = get_backend("flashinfer", tier=tier, decode=decode, directory=args.directory)
         for batch, context in DECODE:
             took, spread = attention(backend, batch, context, 1)
             size = batch * context * KV_HEADS * HEAD_DIM * 4
             share = size / took / top["copy_bytes_per_s"]
             rows.append(
                 {
-                    "what": f"decode {tier} split {split}",
+                    "what": f"decode {tier} {decode}",
                     "rows": batch,
                     "context": context,
                     "us": took * 1e6,
                     "share": share,
                 }
             )
-            name = f"decode {tier:5} split {split:4} {batch:3} × {context:5}"
+            name = f"decode {tier:5} {decode:10} {batch:3} × {context:5}"
             print(f"{name}: {took * 1e6:8.1f} µs, {share:.2f} of copy, ±{spread:.2f}")
     backend = get_backend("flashinfer", directory=args.directory)
     for batch, context in PREFILL:
@@ -158,7 +183,14 @@ def main() -> None:
         flop = 4 * batch * QUERY_HEADS * HEAD_DIM * context * (context + 1) / 2
         share = flop / took / top["matmul_flop_per_s"]
         rows.append({"what": "prefill", "rows": batch, "context": context, "us": took * 1e6, "share": share})
-        print(f"prefill      {batch:3} × {context:5}: {took * 1e6:8.1f} µs, {share:.2f} of matmul, ±{spread:.2f}")
+        beside = torch_attention(batch, context)
+        told = ", ".join(
+            f"torch's {name} {s * 1e6:.1f} µs, {flop / s / 1e12:.0f} TFLOP/s" for name, s in beside.items()
+        )
+        rate = f"{flop / took / 1e12:.0f} TFLOP/s"
+        print(
+            f"prefill {batch:3} × {context:5}: {took * 1e6:8.1f} µs, {rate}, {share:.2f} of matmul, ±{spread:.2f}; {told}"
+        )
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"ceilings": top, "rows": rows, "device": jax.devices()[0].device_kind}, file, indent=1)
