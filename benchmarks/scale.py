@@ -12,6 +12,9 @@ What one run does, in this order, each part by name in `--parts`:
   random, drawn on the devices, never whole on one; the pool is built sharded. The floor of a step is (weights + KV) of
   one device / copy bandwidth, plus two all-reduces a layer of the size and dtype that the compiled step holds,
   measured alone in the same run.
+- `capacity`: requests of two lengths, half prompt and half generated, more than the pool holds, through the offline
+  engine over the mesh: how many ran while others waited, beside the budget over three quarters of the length and beside
+  the slots that a dense cache has for the same budget; preemptions and leaked pages are counted.
 
 On CPU: `--geometry small --shards 8` runs every line on virtual devices; its times say nothing about a GPU.
 """
@@ -37,7 +40,7 @@ from paged import AttentionSpec, KvSharding, build_page_table, get_backend
 from paged.backends.metadata import table_arrays
 from paged.backends.protocol import Rung
 from paged.backends.step import plan_step
-from paged.engine import KvPool
+from paged.engine import KvPool, OfflineEngine, SamplingParams
 from paged.engine.compile_options import compiler_options
 from paged.models import Decoder, DecoderConfig, random_decoder
 
@@ -67,6 +70,9 @@ SIZES = {
         "eos": (2,),
     },
 }
+CAPACITY = {"70b": (16 * 2048, (1024, 2048), 48), "small": (16 * 64, (64, 128), 24)}
+"""Tokens that the pool holds, mean lengths, and requests of each."""
+
 BATCHES = {"70b": ((1, 1024), (16, 1024), (64, 1024)), "small": ((1, 64), (4, 64))}
 
 
@@ -262,6 +268,54 @@ def compare_bits(args, backend, sharding: KvSharding) -> dict[str, object]:
     return result
 
 
+def measure_capacity(args, backend, sharding: KvSharding) -> list[dict[str, object]]:
+    """Part `capacity`: concurrency by length at one budget, with a real model and real steps."""
+    budget, lengths, count = CAPACITY[args.geometry]
+    config, size, found = config_of(args.geometry), 16, []
+    model = random_decoder(config, jax.random.key(0), args.dtype, sharding)
+    for length in lengths:
+        engine = OfflineEngine(
+            model,
+            backend=backend,
+            sharding=sharding,
+            num_pages=budget // size + 1,
+            tokens_per_page=size,
+            max_requests=count,
+            max_step_tokens=512,
+            max_request_tokens=2 * max(lengths),
+        )
+        rng = np.random.default_rng(length)
+        for whole in rng.integers(length // 2, length * 3 // 2 + 1, count).tolist():
+            prompt = rng.integers(0, config.vocab_size, whole // 2).tolist()
+            engine.submit(prompt, SamplingParams(max_tokens=whole - whole // 2, ignore_eos=True))
+        running, leaked, start = [], 0, time.perf_counter()
+        while not engine.idle:
+            engine.step()
+            leaked = max(leaked, engine.runtime.plane.leaked_pages())
+            if engine.driver.num_waiting:
+                running.append(engine.driver.num_running)
+        engine.runtime.plane.verify()
+        row = {
+            "length": length,
+            "mean_running": float(np.mean(running)),
+            "peak_running": max(running),
+            "ideal": budget / (0.75 * length),
+            "dense_slots": budget // (2 * max(lengths)),
+            "preemptions": engine.driver.counters.preemptions,
+            "leaked": leaked,
+            "seconds": time.perf_counter() - start,
+        }
+        found.append(row)
+        print(
+            f"{count} requests of {length} tokens in a pool of {budget}: {row['mean_running']:.1f} ran at once (peak "
+            f"{row['peak_running']}), ideal {row['ideal']:.1f}, a dense cache of {2 * max(lengths)} tokens a slot has "
+            f"{row['dense_slots']}; {row['preemptions']} preempted, {leaked} pages leaked, {row['seconds']:.0f} s",
+            flush=True,
+        )
+        del engine
+    return found
+
+
 def certify(args) -> dict[str, object]:
     """Part `certify`: the sharded level in a process of its own; its exit code and last line."""
     command = [sys.executable, "-m", "paged.cli", "certify", args.backend, "--level", "sharded"]
@@ -285,7 +339,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, help="devices over which KV heads lie; by default all")
     parser.add_argument("--geometry", choices=sorted(SIZES), default="70b")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--parts", default="certify,bits,step")
+    parser.add_argument("--parts", default="certify,bits,step,capacity")
     parser.add_argument("--certificate", help="where the certificate of part certify goes")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -301,6 +355,8 @@ def main() -> None:
         result["bits"] = compare_bits(args, backend, sharding)
     if "step" in parts:
         result["step"] = measure_steps(args, backend, sharding)
+    if "capacity" in parts:
+        result["capacity"] = measure_capacity(args, backend, sharding)
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"device": jax.devices()[0].device_kind, "shards": shards, **result}, file, indent=1)
