@@ -10,9 +10,10 @@ RUN := JAX_COMPILATION_CACHE_DIR=$(CACHE) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_
 AITER_VENV ?= .venv-aiter
 AITER_RUN := $(RUN) $(AITER_VENV)/bin/python
 
-.PHONY: help certify certify-aiter certify-aiter-full test mutants check format clean
+.PHONY: help certify certify-aiter certify-aiter-cpu certify-aiter-full test mutants check format clean
 help:
 	@echo "make certify   certify the reference and the xla backend on 8 virtual CPU devices, into $(OUT)/"
+	@echo "make certify-aiter-cpu  AITER's steps lowered for ROCm, and over C++ handlers on CPU"
 	@echo "make certify-aiter  AITER's own Triton kernels on CPU, in an environment of their own; -full runs every case"
 	@echo "make test      run the tests"
 	@echo "make mutants   run the deliberately wrong backends through the cases that must catch them"
@@ -44,6 +45,12 @@ certify-quick-%: $(VENV)/.ready
 	@mkdir -p $(OUT)
 	$(RUN) $(BIN)/paged certify $* --level sharded --output $(OUT)/$*-sharded.json
 	$(RUN) $(BIN)/paged certify $* --quick --output $(OUT)/$*-quick.json
+
+# AITER without an AMD GPU or torch: steps lowered for ROCm, and the whole backend over the tests' C++ handlers. Needs g++.
+certify-aiter-cpu: $(VENV)/.ready
+	@mkdir -p $(OUT)
+	$(RUN) $(BIN)/paged certify aiter --executor lowering-only --output $(OUT)/aiter-lowering.json
+	$(RUN) $(BIN)/paged certify aiter --executor cpu-handlers --output $(OUT)/aiter-cpu-handlers.json
 
 # torch, Triton and AITER at exactly these versions, in an environment of their own: the other one has no torch in it.
 $(AITER_VENV)/.ready: tools/aiter_triton/requirements.txt pyproject.toml
