@@ -280,8 +280,8 @@ def test_a_stream_that_is_dropped_aborts_its_requests(engine, prompts):
 
 def test_after_a_strict_warm_up_nothing_compiles(make_engine, prompts):
     lines = []
-    engine = make_engine(num_pages=14, poison_freed=False)
-    sampled = SamplingParams(max_tokens=4, temperature=1.0, top_k=5, logprobs=1)
+    engine = make_engine(poison_freed=False)
+    sampled = SamplingParams(max_tokens=4, temperature=1.0)
     done = engine.warm_up(GREEDY, sampled, strict=True, say=lines.append)
     # One rung of rows, tokens and lengths, for decoding and for prompts; greedy, sampled, and both in one step.
     assert (done.step_programs, engine.runtime.runner.programs.steps) == (4, 4)
@@ -302,7 +302,7 @@ def test_after_a_strict_warm_up_nothing_compiles(make_engine, prompts):
 
 
 def test_few_programs_serve_requests_of_many_lengths(tiny):
-    engine = OfflineEngine(tiny(), max_requests=24, max_step_tokens=64, tokens_per_page=4, num_pages=60)
+    engine = OfflineEngine(tiny(), max_requests=16, max_step_tokens=64, tokens_per_page=4, num_pages=60)
     warm = engine.warm_up(strict=True)
     assert warm.step_programs <= 7
     lengths = [(7 * i) % 61 + 1 for i in range(24)]
