@@ -187,10 +187,8 @@ def main() -> None:
         told = ", ".join(
             f"torch's {name} {s * 1e6:.1f} µs, {flop / s / 1e12:.0f} TFLOP/s" for name, s in beside.items()
         )
-        rate = f"{flop / took / 1e12:.0f} TFLOP/s"
-        print(
-            f"prefill {batch:3} × {context:5}: {took * 1e6:8.1f} µs, {rate}, {share:.2f} of matmul, ±{spread:.2f}; {told}"
-        )
+        own = f"{took * 1e6:8.1f} µs, {flop / took / 1e12:.0f} TFLOP/s, {share:.2f} of matmul, ±{spread:.2f}"
+        print(f"prefill {batch:3} × {context:5}: {own}; {told or 'torch is not installed'}")
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"ceilings": top, "rows": rows, "device": jax.devices()[0].device_kind}, file, indent=1)
