@@ -7,6 +7,8 @@ import pytest
 from paged.backends import registry
 from paged.backends.flashinfer import build, modules
 from paged.backends.flashinfer.module_spec import KINDS, ModuleSpec, matrix
+from paged.backends.flashinfer.step_kernels import StepKernels
+from paged.backends.protocol import LayerSizes
 from paged.cli import main
 from paged.common.errors import BackendUnavailableError, InvalidInputError
 
@@ -76,10 +78,33 @@ def test_missing_sources_and_compiler_are_named(tmp_path, monkeypatch):
 
 
 def test_options_are_validated_by_name():
-    for options, field in (({"tier": "best"}, "tier"), ({"prefill": "fa4"}, "prefill"), ({"prefill_tile": 32}, "tile")):
+    wrong = [{"tier": "best"}, {"decode": "mine"}, {"layers": "all"}, {"prefill": "fa4"}, {"prefill_tile": 32}]
+    for options in wrong:
+        (field,) = options
         with pytest.raises(InvalidInputError, match=field):
             registry.get_backend("flashinfer", **options)
     assert registry.get_backend("flashinfer", tier="fast").capabilities.decode_numerics == "N1"
+
+
+EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "sizes", "splits"),
+    [
+        (16, "bfloat16", {}, (1, 4)),
+        (1, "float16", {"intermediate_size": 8192}, (1, 2)),
+        (17, "bfloat16", {}, None),
+        (16, "float32", {}, None),
+        (16, "bfloat16", {"hidden_size": 576}, None),
+        (16, "bfloat16", {"hidden_size": 8192}, None),
+        (16, "bfloat16", {"intermediate_size": 14336 + 16}, None),
+    ],
+)
+def test_layer_kernels_take_the_sizes_that_their_tiles_divide(tokens, dtype, sizes, splits):
+    geometry = LayerSizes(**(EIGHT_B | sizes))
+    found = StepKernels.fitting(lambda: "", tokens, geometry, dtype, 3, True)
+    assert splits == (None if found is None else (found.output_splits, found.down_splits))
 
 
 def test_the_command_lists_modules_and_refuses_unknown_ones(capsys):
