@@ -65,7 +65,7 @@ SIZES = {
         "num_layers": 4,
         "num_query_heads": 16,
         "num_kv_heads": 8,
-        "head_dim": 16,
+        "head_dim": 128,
         "max_positions": 4096,
         "eos": (2,),
     },
