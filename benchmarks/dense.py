@@ -169,7 +169,7 @@ class DenseEngine:
     """
 
     def __init__(
-        self, model: Decoder, *, slots: int, max_len: int, max_step_tokens: int, depth: int = 2, min_bound: int = 512
+        self, model: Decoder, *, slots: int, max_len: int, max_step_tokens: int, depth: int = 2, min_bound: int = 128
     ):
         if len(model.config.block) != 1:
             raise ValueError(f"one kind of layer is dealt with here; the block has {len(model.config.block)}.")
