@@ -1,6 +1,6 @@
 """Tensor-parallel decode steps of a 70B geometry on several devices, beside the byte floor and the measured all-reduce.
 
-    python benchmarks/scale.py [--backend flashinfer] [--directory MODULES] [--shards 8] [--geometry 70b] [--json FILE]
+    python -m benchmarks.scale [--backend flashinfer] [--directory MODULES] [--shards 8] [--geometry 70b] [--json FILE]
 
 What one run does, in this order, each part by name in `--parts`:
 
@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from benchmarks.kernel import copy_bandwidth as device_copy_bandwidth
 from paged import AttentionSpec, KvSharding, build_page_table, get_backend
 from paged.backends.metadata import table_arrays
 from paged.backends.protocol import Rung
@@ -125,9 +126,10 @@ def all_reduce(sharding: KvSharding, shape: tuple[int, int], dtype: str, count: 
 
 
 def copy_bandwidth(device) -> float:
-    """Bytes/s, read plus written, of one device. XLA's elementwise loop: about 0.8 of the copy engine on an H200."""
-    count = 1 << (30 if device.platform != "cpu" else 22)
-    x = jax.device_put(jnp.ones((count,), jnp.bfloat16), device)
+    """Bytes/s, read plus written, of one device; on a GPU as `benchmarks/kernel.py` measures it."""
+    if device.platform != "cpu":
+        return device_copy_bandwidth()
+    x = jax.device_put(jnp.ones((1 << 22,), jnp.bfloat16), device)
     chain = jax.jit(lambda x: jax.lax.fori_loop(0, 16, lambda _, x: -x, x))
     return 2 * x.nbytes * 16 / queued(chain, x, 1)[0]
 

@@ -28,6 +28,8 @@ _PUBLIC = {
     "Decoder": "paged.models",
     "Runtime": "paged.engine",
     "Generator": "paged.engine",
+    "OfflineEngine": "paged.engine",
+    "SamplingParams": "paged.engine",
 }
 
 __all__ = ["__version__", *_PUBLIC]
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from paged.backends.step import attention_step
     from paged.common import AttentionSpec, CacheNamespace, Capabilities, PageTable, StorageLayout, build_page_table
     from paged.control import ControlPlane
-    from paged.engine import Generator, Runtime
+    from paged.engine import Generator, OfflineEngine, Runtime, SamplingParams
     from paged.models import Decoder
     from paged.models.checkpoint import load_model
 
