@@ -91,7 +91,8 @@ def dense_attention(
         # The scale means its nearest float32 (clause attend.2).
         logits = jnp.einsum("...tkgd,...skd->...kgts", query, key.astype(wide)) * wide(np.float32(spec.scale))
         if spec.soft_cap is not None:
-            logits = wide(spec.soft_cap) * jnp.tanh(logits / wide(spec.soft_cap))
+            cap = wide(np.float32(spec.soft_cap))  # the nearest float32 as well (clause attend.5)
+            logits = cap * jnp.tanh(logits / cap)
         at = np.arange(tokens)
         ahead = at[None, :] - at[:, None]
         visible = ahead <= 0 if spec.causal else np.ones_like(ahead, bool)

@@ -1,6 +1,5 @@
 """Signals wait for the end of a step, and only for that."""
 
-import os
 import signal
 import threading
 
@@ -10,8 +9,16 @@ from paged.engine import OfflineEngine, SamplingParams
 from paged.engine.interrupts import Deferred
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """A process that a shell started in the background ignores SIGINT, and so would its tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
 
 
 def block(*actions):

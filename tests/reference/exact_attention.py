@@ -42,7 +42,7 @@ def attention(
         factor = Fraction(float(np.float32(scale))) * Fraction(key_scale)
         logits = [decimal(factor * _dot(query, key)) for key in keys]
         if soft_cap is not None:
-            cap = Decimal(soft_cap)
+            cap = Decimal(float(np.float32(soft_cap)))
             logits = [cap * tanh(x / cap) for x in logits]
         weights = [x.exp() for x in logits]
         total = sum(weights, Decimal(0) if sink is None else Decimal(sink).exp())
