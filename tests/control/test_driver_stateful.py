@@ -130,5 +130,5 @@ class DriverMachine(RuleBasedStateMachine):
 
 TestDriver = DriverMachine.TestCase
 TestDriver.settings = settings(
-    max_examples=int(os.environ.get("PAGED_EXAMPLES", "40")), stateful_step_count=40, deadline=None
+    max_examples=int(os.environ.get("PAGED_EXAMPLES", "30")), stateful_step_count=40, deadline=None
 )
