@@ -10,7 +10,7 @@ from typing import Any
 
 import paged
 from conformance import certificate as certificates
-from conformance import waivers
+from conformance import kits, waivers
 from conformance.case import Case, Result
 from conformance.catalogue import Catalogue
 from conformance.environment import describe_suite, envelope
@@ -56,6 +56,7 @@ def certificate(
         kit=[(case, next((r for r in results if r.id == case.id), None)) for case in kit],
         level=level,
         complete=complete,
+        of=_size(catalogue, level, introduction),
         suite={**describe_suite(paged.__version__, catalogue.version, catalogue.digest), "mutants": mutants},
         backend=introduction["backend"],
         claims=introduction["claims"],
@@ -63,6 +64,14 @@ def certificate(
         waivers=records,
     )
     return certificates.seal(body, envelope())
+
+
+def _size(catalogue: Catalogue, level: str, introduction: Mapping[str, Any]) -> int:
+    """How many cases a level has; of a kit's checks where only they are run."""
+    if level != "lowering":
+        return len(catalogue.select(level))
+    executor = introduction["environment"].get("executor", {}).get("name", "")
+    return len(kits.select(introduction["backend"].get("entry_point", ""), executor))
 
 
 def without_seconds(result: Result) -> Result:

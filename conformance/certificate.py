@@ -19,6 +19,7 @@ from conformance import kits
 from conformance.canonical import digest, dumps
 from conformance.case import STATUSES, Case, Result
 from conformance.catalogue import SELECTIONS, Catalogue
+from conformance.coverage import untouched
 from conformance.needs import unmet
 from conformance.waivers import UNWAIVABLE_TIERS
 from paged.common import Capabilities, Range
@@ -37,8 +38,8 @@ SCOPES = {
     "lowering-only": "Nothing was executed: programs were lowered for the vendor's platform and read.",
 }
 """What else is to be said where the vendor's own libraries did not run on the vendor's device."""
-VERDICTS = {"conformant": 0, "failed": 1, "error": 2, "not certifiable": 3}
-"""Verdict -> exit status of `paged certify`."""
+VERDICTS = {"conformant": 0, "no failure": 0, "failed": 1, "error": 2, "not certifiable": 3}
+"""Verdict -> exit status of `paged certify`. Only a whole level is ever conformant; a part of one has no failure."""
 
 SECTIONS = ("suite", "backend", "claims", "environment", "cases", "kit", "waivers")
 TIERS = {"lowering": (0,)} | {level: (1,) if level == "move" else (1, 2, 3, 4) for level in SELECTIONS}
@@ -55,13 +56,15 @@ def build(
     backend: Mapping[str, Any],
     claims: Mapping[str, Any],
     environment: Mapping[str, Any],
+    of: int | None = None,
     kit: Sequence[tuple[Case, Result | None]] = (),
     waivers: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Body of a certificate.
 
     - `cases`: what was to be run; `results`: exactly one of each, after waivers were applied.
-    - `complete`: the whole level was run; a quick or filtered run certifies nothing.
+    - `complete`: the whole level was run; a quick or filtered run certifies nothing. `of`: then, how many cases the
+      level has; `selection` says how many were run and what that is declared none of them touches.
     - `kit`: checks of the backend's kit with their results.
     - `suite`: catalogue version and digest, digest of the suite's sources, `tree` clean, dirty or unknown, `mutants`.
 
@@ -101,6 +104,8 @@ def build(
             raise InvalidInputError(
                 f"a certificate of the executor {executor!r} would name {named.group(0)!r}, on which nothing ran."
             )
+    if not complete:
+        body["selection"] = {"of": len(wanted) if of is None else of, **selection(body, cases)}
     body["totals"] = totals(body)
     body["verdict"] = verdict(body)
     body["certifies"] = certifies(body)
@@ -157,7 +162,8 @@ def verdict(body: Mapping[str, Any]) -> str:
     """One of `VERDICTS`, from the cases and the waivers alone.
 
     A failure outweighs an error, because it is certain. A waiver that is unused, expired or not needed is a failure of
-    the run. A level of which some tier has no passing case is not certifiable, however few cases failed.
+    the run. A level of which some tier has no passing case is not certifiable, however few cases failed. A part of a
+    level is never conformant: it has "no failure" at most.
     """
     counts = totals(body)
     if counts["fail"] or any(w.get("problem") for w in body["waivers"]):
@@ -167,7 +173,30 @@ def verdict(body: Mapping[str, Any]) -> str:
     judged = body["cases"] if body["complete"] and body["level"] != "lowering" else entries(body)
     passed = {entry["tier"] for entry in judged if entry["status"] == "pass"}
     needed = TIERS[body["level"]] if body["complete"] else ()
-    return "conformant" if passed and passed.issuperset(needed) else "not certifiable"
+    if not passed or not passed.issuperset(needed):
+        return "not certifiable"
+    return "conformant" if body["complete"] else "no failure"
+
+
+def selection(body: Mapping[str, Any], cases: Iterable[Case]) -> dict[str, Any]:
+    """Of a part of a level: how many cases were `run`, and what is declared and in none of them (`untouched`)."""
+    every = entries(body) if body["level"] == "lowering" else body["cases"]
+    ran = {entry["id"] for entry in every if entry["status"] != "not-claimed"}
+    claimed = declared(body["claims"])
+    touched = [case for case in cases if case.id in ran]
+    return {"run": len(ran), "untouched": {} if claimed is None else untouched(touched, claimed, body["level"])}
+
+
+def summary(body: Mapping[str, Any]) -> str:
+    """The verdict in a line: of a part of a level, how much of it was run and what was not touched."""
+    counts = ", ".join(f"{n} {status}" for status, n in body["totals"].items() if n)
+    found = body.get("selection")
+    if not isinstance(found, Mapping):
+        return f"{body['verdict']} at level {body['level']} ({counts})"
+    text = f"{body['verdict']} in {found.get('run')} of {found.get('of')} cases of level {body['level']} ({counts})"
+    rest = found.get("untouched") or {}
+    parts = [f"{kind}: {', '.join(map(str, values))}" for kind, values in rest.items()]
+    return f"{text}; not touched: {'; '.join(parts) or 'nothing that is declared'}"
 
 
 def certifies(body: Mapping[str, Any]) -> bool:
@@ -261,28 +290,33 @@ def _check_cases(body: Mapping[str, Any], catalogue: Catalogue) -> list[str]:
     cases = () if body["level"] == "lowering" else known.select(body["level"])
     selected = {case.id: case for case in cases}
     problems += [f"extra case {i!r}: not in the catalogue at this level" for i in sorted(set(counts) - set(selected))]
-    if body["complete"]:
+    if not body["complete"]:
+        rest = {case.id: case for case in cases}
+        due = {"of": len(cases), **selection(body, [rest[i] for i in counts if i in rest])}
+        if body["level"] != "lowering" and body.get("selection") != due:
+            problems.append(f"selection is {body.get('selection')!r}, but the cases and claims give {due!r}")
+    else:
         problems += [f"missing case {i!r}" for i in sorted(set(selected) - set(counts))]
-    declared = _declared(body["claims"])
-    if declared is None:
+    claimed = declared(body["claims"])
+    if claimed is None:
         problems.append("claims are no declaration of a backend, so what they leave unclaimed cannot be told")
     waived = {i for waiver in body["waivers"] if waiver.get("applies") for i in waiver.get("matched") or ()}
     for entry in body["cases"]:
         case = selected.get(entry["id"])
         if case is not None:
-            problems += [f"case {entry['id']!r} {what}" for what in _contradictions(entry, case, declared, waived)]
+            problems += [f"case {entry['id']!r} {what}" for what in _contradictions(entry, case, claimed, waived)]
     return problems
 
 
-def _contradictions(entry: Mapping[str, Any], case: Case, declared: Capabilities | None, waived: set[str]) -> list[str]:
+def _contradictions(entry: Mapping[str, Any], case: Case, claimed: Capabilities | None, waived: set[str]) -> list[str]:
     """What an entry says that the catalogue, the claims or the waivers gainsay."""
     out = []
     for name, value in (("tier", case.tier), ("level", case.level), ("needs", list(case.needs))):
         if entry.get(name) != value:
             out.append(f"has {name} {entry.get(name)!r}, the catalogue says {value!r}")
     status = entry["status"]
-    if declared is not None:
-        missing = unmet(case.needs, declared)
+    if claimed is not None:
+        missing = unmet(case.needs, claimed)
         if missing and status != "not-claimed":
             out.append(f"is {status!r}, but the claims lack what it needs: {', '.join(missing)}")
         if status == "not-claimed" and not missing:
@@ -296,7 +330,7 @@ def _contradictions(entry: Mapping[str, Any], case: Case, declared: Capabilities
     return out
 
 
-def _declared(claims: Mapping[str, Any]) -> Capabilities | None:
+def declared(claims: Mapping[str, Any]) -> Capabilities | None:
     """The declaration that a certificate's claims spell, or None if they spell none."""
     fields: dict[str, Any] = {}
     try:

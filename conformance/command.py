@@ -8,11 +8,11 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance import assemble, junit, killmatrix, kits, signature
+from conformance import assemble, junit, killmatrix, kits, listing, quick, signature
 from conformance import certificate as certificates
 from conformance.canonical import digest
 from conformance.case import Case, Result
@@ -28,15 +28,17 @@ from paged.common.errors import InvalidInputError
 
 def certify(args: argparse.Namespace) -> int:
     """Do what the arguments of `paged certify` ask for; the exit status."""
-    modes = [name for name in ("check", "diff", "replay", "case", "mutants") if getattr(args, name)]
+    if args.json and not args.list:
+        raise InvalidInputError("--json is the form of --list; give both, or -o for a certificate.")
+    modes = [name for name in ("list", "check", "diff", "replay", "case", "mutants") if getattr(args, name)]
     if len(modes) > 1:
         raise InvalidInputError(f"--{modes[0]} and --{modes[1]} are different things to do; give one of them.")
     if not modes or modes[0] in ("case", "mutants"):
         if args.backend is None:
             raise InvalidInputError("name a backend, e.g. `paged certify reference`.")
     elif args.backend is not None and modes[0] != "replay":
-        raise InvalidInputError(f"--{modes[0]} reads certificates and takes no backend; got {args.backend!r}.")
-    action = {"check": _check, "diff": _diff, "replay": _replay, "case": _case, "mutants": _mutants}
+        raise InvalidInputError(f"--{modes[0]} takes no backend; got {args.backend!r}.")
+    action = {"list": _list, "check": _check, "diff": _diff, "replay": _replay, "case": _case, "mutants": _mutants}
     try:
         return action[modes[0]](args) if modes else _run(args)
     except BackendRefusedError as error:
@@ -51,7 +53,7 @@ def _run(args: argparse.Namespace) -> int:
     executor = _executor(args)
     lowering = executor == "lowering-only"
     level = "lowering" if lowering else args.level
-    cases = () if lowering else catalogue.select(level, quick=args.quick)
+    cases = () if lowering else catalogue.select(level)
     kit = tuple(c.as_case() for c in kits.select(args.backend, executor or "", large=args.large_pools))
     if args.only is not None:
         cases, kit = (tuple(c for c in some if fnmatch.fnmatchcase(c.id, args.only)) for some in (cases, kit))
@@ -66,7 +68,14 @@ def _run(args: argparse.Namespace) -> int:
     if args.sign is not None:
         signature.private_key(args.sign)  # a key that cannot sign is told before the run, not after it
     complete = not args.quick and args.only is None and args.catalogue is None
-    jobs = [Job(c.id, c, kit=True) for c in kit] + [Job(c.id, c) for c in by_program(cases)]
+
+    def jobs(introduction: Mapping[str, Any]) -> list[Job]:
+        nonlocal cases
+        declared = certificates.declared(introduction["claims"])
+        if args.quick and declared is not None:
+            cases = quick.select(cases, declared)
+        return [Job(c.id, c, kit=True) for c in kit] + [Job(c.id, c) for c in by_program(cases)]
+
     introduction, results = _execute(args, catalogue, jobs)
     data = assemble.certificate(
         catalogue,
@@ -93,21 +102,39 @@ def _run(args: argparse.Namespace) -> int:
     return status
 
 
+def _list(args: argparse.Namespace) -> int:
+    """The cases of a level on stdout; nothing is run. With `--quick`, of those marked so."""
+    cases = load(args.catalogue).select(args.level, quick=args.quick)
+    if args.only is not None:
+        cases = tuple(c for c in cases if fnmatch.fnmatchcase(c.id, args.only))
+    if not cases:
+        raise InvalidInputError(f"no case of level {args.level!r} matches {args.only!r}.")
+    print(listing.as_json(cases) if args.json else listing.as_text(cases))
+    return 0
+
+
 def _execute(
     args: argparse.Namespace,
     catalogue: Catalogue,
-    jobs: Sequence[Job],
+    jobs: Sequence[Job] | Callable[[Mapping[str, Any]], Sequence[Job]],
     what: Any = "",
     told: Sequence[str] = ("fail", "error"),
 ) -> tuple[dict[str, Any], dict[str, Result]]:
     """Introduction and results of some jobs, resumed from the journal of a run that was interrupted.
 
+    `jobs` may be a function of the introduction: which cases are run may depend on what is claimed.
     `what` tells runs apart in which equal keys mean different things; text is shown before the progress.
     """
     request: dict[str, Any] = {"backend": args.backend, "device": args.device, "options": parse(args.option)}
     if (executor := _executor(args)) is not None:
         request["executor"] = {"name": executor, "options": parse(args.executor_option)}
     worker = Worker(request)
+    if callable(jobs):
+        try:
+            jobs = jobs(worker.introduction)
+        except BaseException:
+            worker.close()
+            raise
     key = digest([worker.introduction, catalogue.digest, request, _suite_sources(), what])
     path = cache_directory() / "journals" / f"{args.backend}-{key[7:23]}.jsonl"
     progress = Progress(len(jobs), sys.stderr, label=what if isinstance(what, str) else "", told=told)
@@ -183,14 +210,14 @@ def _replace(path: Path, text: str) -> None:
 
 def _report(args: argparse.Namespace, data: Mapping[str, Any]) -> None:
     body = data["body"]
-    counts = ", ".join(f"{n} {status}" for status, n in body["totals"].items() if n)
-    print(f"{args.backend}: {body['verdict']} at level {body['level']} ({counts})")
+    print(f"{args.backend}: {certificates.summary(body)}")
     for waiver in body["waivers"]:
         if waiver["problem"]:
             print(f"waiver {waiver['case']!r} is {waiver['problem']}: remove it or correct it")
-    if body["verdict"] == "conformant" and not body["certifies"]:
-        tree = body["suite"]["tree"]
-        print("it certifies nothing: " + ("a part was run" if not body["complete"] else f"the suite's tree is {tree}"))
+    if not body["complete"]:
+        print("it certifies nothing: a part was run")
+    elif body["verdict"] == "conformant" and not body["certifies"]:
+        print(f"it certifies nothing: the suite's tree is {body['suite']['tree']}")
 
 
 def _case(args: argparse.Namespace) -> int:
@@ -277,8 +304,8 @@ def _check(args: argparse.Namespace) -> int:
         )
     if body["suite"].get("catalogue") != load().digest:
         print(f"{args.check}: made before cases were added to the catalogue; it is checked against those of its time")
-    print(f"{args.check}: sound; {body['backend'].get('entry_point')} is {body['verdict']} at level {body['level']}")
-    if body["verdict"] == "conformant" and not body["certifies"]:
+    print(f"{args.check}: sound; {body['backend'].get('entry_point')}: {certificates.summary(body)}")
+    if not certificates.VERDICTS[body["verdict"]] and not body["certifies"]:
         print("it certifies nothing: a part of the level was run")
         return 3
     return certificates.VERDICTS[body["verdict"]]

@@ -12,6 +12,10 @@ from typing import Any
 
 from conformance.canonical import dumps
 from conformance.case import Case
+from conformance.catalogue import SELECTIONS
+from conformance.quick import single_tokens
+from paged.common import Capabilities
+from paged.common.capabilities import FEATURES
 
 _CLAUSE = re.compile(r"^- \*\*([a-z]+\.\d+)\*\* ", re.MULTILINE)
 
@@ -121,6 +125,27 @@ def _options(case: Case) -> Iterable[str]:
         yield "layers"
     if p.get("layers", 1) * p["num_pages"] > 1 << 16 and p.get("page_order") == "high":
         yield "page_id_17_bits"
+
+
+def untouched(cases: Iterable[Case], declared: Capabilities, level: str) -> dict[str, list[str]]:
+    """What is declared, or belongs to the level, and is in none of `cases`, by kind; kinds without any are left out.
+
+    `decode rung` are the options that no case has in a step of single tokens (`max_query_len` 1).
+    """
+    cases = list(cases)
+    needs = {need for case in cases for need in case.needs}
+    needs |= {"lse" for case in cases if "attend.11" in case.clause}
+    needs |= {"promise:deterministic" for case in cases if "invariant.1" in case.clause}
+    single = {need for case in cases if single_tokens(case) for need in (*case.needs, "plain")}
+    options = sorted(declared.features & FEATURES - {"prefill", "decode", "mixed", "lse"})
+    out = {
+        "levels": [part for part in SELECTIONS.get(level, ()) if part not in {case.level for case in cases}],
+        "features": sorted(declared.features - needs),
+        "decode rung": [option for option in ("plain", *options) if option not in single],
+    }
+    for kind, name in (("promises", "promise"), ("dtypes", "dtype"), ("kv_dtypes", "kv_dtype"), ("regimes", "regime")):
+        out[kind] = sorted(value for value in getattr(declared, kind) if f"{name}:{value}" not in needs)
+    return {kind: values for kind, values in out.items() if values}
 
 
 def idle(cases: Iterable[Case]) -> list[str]:

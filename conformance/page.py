@@ -8,6 +8,7 @@ from typing import Any
 
 from conformance import certificate, killmatrix, kits, signature
 from conformance.case import STATUSES
+from conformance.clauses import said
 
 TEMPLATE = Path(__file__).parent / "page.html"
 SYMBOLS = {"pass": "✓", "fail": "✗", "error": "!", "waived": "w", "not-claimed": "–"}
@@ -55,6 +56,7 @@ def render(
         what={check.id: check.what for kit in kits.KITS.values() for check in kit.checks},
         matrix=[] if matrix is None else killmatrix.rows(matrix),
         kinds=killmatrix.KINDS,
+        said=said,
         signed=signature.described(data["envelope"]),
     )
 

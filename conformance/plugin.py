@@ -30,7 +30,9 @@ def pytest_addoption(parser: Any) -> None:
     group.addoption(
         "--conformance-level", default="all", metavar="LEVEL", help="move, core, sharded, serving, all or long"
     )
-    group.addoption("--conformance-quick", action="store_true", help="a stratified tenth; certifies nothing")
+    group.addoption(
+        "--conformance-quick", action="store_true", help="something of everything the backend claims; certifies nothing"
+    )
     group.addoption(
         "--conformance-only", default=None, metavar="GLOB", help="cases whose id matches; certifies nothing"
     )
@@ -83,24 +85,31 @@ class Run:
         directory = config.getoption("--conformance-catalogue")
         self.catalogue = load(None if directory is None else Path(directory))
         only, quick = config.getoption("--conformance-only"), config.getoption("--conformance-quick")
-        cases = self.catalogue.select(self.level, quick=quick)
+        cases = self.catalogue.select(self.level)
         if only is not None:
             cases = tuple(c for c in cases if fnmatch.fnmatchcase(c.id, only))
-        self.cases = cases
+        self._cases, self.quick = cases, quick
         self.complete = not quick and only is None and directory is None
         self.is_worker = hasattr(config, "workerinput")
         self.introductions: list[dict[str, Any]] = []
         self.results: dict[str, list[dict[str, Any]]] = {}
         self.refusal: str | None = None
         self._session: Any = None
+        self._made: Any = None
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """One test per case, those that share programs next to each other."""
         if FIXTURE in metafunc.fixturenames:
             from conformance.catalogue import by_program
 
-            order = by_program(self.cases)
+            order = by_program(self.selected(self._backend().capabilities) if self.quick else self._cases)
             metafunc.parametrize(FIXTURE, order, ids=[case.id for case in order])
+
+    def selected(self, declared: Any) -> Any:
+        """The cases of the run; with `--conformance-quick` they depend on what is declared."""
+        from conformance import quick
+
+        return quick.select(self._cases, declared) if self.quick else self._cases
 
     def run(self, case: Any) -> Any:
         """The case's `Result`; past the deadline a worker of xdist ends, a lone process reports an `error`."""
@@ -126,15 +135,17 @@ class Run:
         return result
 
     def _backend(self) -> Any:
-        """The backend, its targets served by the executor, which is started first and once."""
+        """The backend, made once, its targets served by the executor, which is started first."""
         from conformance.executors import make_executor
         from paged.backends.registry import get_backend
 
-        given: dict[str, Any] = {}
-        if self.executor_name is not None:
-            self._executor = make_executor(self.executor_name, self.backend_name, self.executor_options)
-            given = dict(self._executor.start())
-        return get_backend(self.backend_name, **{**self.options, **given})
+        if self._made is None:
+            given: dict[str, Any] = {}
+            if self.executor_name is not None:
+                self._executor = make_executor(self.executor_name, self.backend_name, self.executor_options)
+                given = dict(self._executor.start())
+            self._made = get_backend(self.backend_name, **{**self.options, **given})
+        return self._made
 
     def introduce(self) -> dict[str, Any]:
         """What the certificate says of backend and environment; known where the cases ran."""
@@ -174,7 +185,7 @@ class Run:
 
     def _write(self, path: Path) -> str | None:
         """Write the certificate; a sentence if that must not be done."""
-        from conformance import assemble, kits
+        from conformance import assemble, certificate, kits
         from conformance.journal import result_from_json
         from paged.common.errors import InvalidInputError
 
@@ -186,10 +197,13 @@ class Run:
             return "no worker lived long enough to say where it ran"
         if any(said != self.introductions[0] for said in self.introductions):
             return "the workers ran in different environments"
+        declared = certificate.declared(self.introductions[0]["claims"])
+        if declared is None:
+            return "what the backend claims is no declaration"
         try:
             data = assemble.certificate(
                 self.catalogue,
-                self.cases,
+                self.selected(declared),
                 [result_from_json(r) for found in self.results.values() for r in found],
                 level=self.level,
                 complete=self.complete,
@@ -211,7 +225,9 @@ class Run:
             terminalreporter.line(f"no certificate was written: {self.refusal}", red=True)
         elif Path(path).exists():
             body = json.loads(Path(path).read_text())["body"]
-            terminalreporter.line(f"{self.backend_name}: {body['verdict']}; certificate in {path}")
+            from conformance.certificate import summary
+
+            terminalreporter.line(f"{self.backend_name}: {summary(body)}; written to {path}")
 
 
 class _Nodes:

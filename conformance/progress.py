@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import TextIO
 
 from conformance.case import STATUSES, Result
+from conformance.clauses import said
 
 LINE_EVERY_SECONDS = 15.0
 
@@ -47,11 +48,12 @@ class Progress:
             self._bar(case_id)
 
     def finish(self, result: Result) -> None:
-        """A case has its result; failures and errors are printed at once."""
+        """A case has its result; failures and errors are printed at once, with the clause that is broken."""
         self.done += 1
         self.counts[result.status] += 1
         if result.status in self._told:
-            self._line(f"{result.status.upper():5} {result.id}: {result.diagnosis}")
+            broken = f"breaks {said(result.clause)}. " if result.clause else ""
+            self._line(f"{result.status.upper():5} {result.id}: {broken}{result.diagnosis}")
         if not self._tty and (self._clock() - self._last >= LINE_EVERY_SECONDS or self.done == self.total):
             self._last = self._clock()
             self._line(self._summary())

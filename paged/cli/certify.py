@@ -10,7 +10,13 @@ LEVELS = ("move", "core", "sharded", "serving", "all", "long")
 EPILOG = """\
 levels: move (raw bits), core (exact vectors, certified rounding, a backend against itself), sharded (core on meshes),
 serving (core, and an engine's steps over one pool), all (those), long (core, and contexts of 32,768 tokens).
-exit status: 0 conformant, 1 failed, 2 error (no device among them), 3 not certifiable.
+exit status of a whole level: 0 conformant, 1 failed, 2 error (no device is one), 3 not certifiable: nothing is built,
+or no case of some tier could be run. Of a part (--quick, --only, --catalogue): 0 no failure among the cases that were
+run, which says nothing of what was not touched and certifies nothing; 1 one of them failed; 2 error, or none could be
+run. --baseline makes 0 a 1 if a pass or a claim was lost.
+--check: 1 the file is not sound; else what its verdict says as above, and 3 where it is sound and certifies nothing (a
+part of a level). --replay: 1 if anything differs. --diff: 1 if anything differs. --mutants: 1 if one is not caught.
+--case: 0 pass, 1 fail, 2 error, 3 not claimed. Wrong use is 2.
 A run that was interrupted is resumed by the same command. Compiled programs are kept in JAX_COMPILATION_CACHE_DIR, by
 default in the user's cache directory.
 """
@@ -23,9 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backend", nargs="?", help="name of an entry point in the group paged.backends")
     what = parser.add_argument_group("what to run")
     what.add_argument("--level", choices=LEVELS, default="all", help="default: all")
-    what.add_argument("--quick", action="store_true", help="a stratified tenth of the level; certifies nothing")
+    what.add_argument(
+        "--quick",
+        action="store_true",
+        help="something of everything the backend claims: a sixth of the level, in a minute; certifies nothing",
+    )
     what.add_argument("--only", metavar="GLOB", help="cases whose id matches; certifies nothing")
     what.add_argument("--catalogue", metavar="DIR", type=Path, help="other cases than the suite's; certifies nothing")
+    what.add_argument("--list", action="store_true", help="print ids, levels, clauses and needs of cases; runs nothing")
+    what.add_argument("--json", action="store_true", help="with --list: as JSON")
     what.add_argument("--case", metavar="FILE", type=Path, help="one case from a repro.json")
     what.add_argument("--mutants", action="store_true", help="run the broken versions of the backend instead")
     what.add_argument("--large-pools", action="store_true", help="also a kit's checks of pools of several GiB")
@@ -58,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0 conformant, 1 failed, 2 error, 3 not certifiable."""
+    """Exit status, as the epilog of the help tells it."""
     from conformance.command import certify
 
     return certify(args)

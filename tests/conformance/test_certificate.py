@@ -65,12 +65,13 @@ def fail(case_id, status="fail"):
         (make(fail("t1/a", "not-claimed") | fail("t1/b", "not-claimed")), "not certifiable", 3, False),
         (make(waivers=[{"problem": "unused"}]), "failed", 1, False),
         (make(waivers=[{"problem": None}]), "conformant", 0, True),
-        (make(cases=CASES[2:], complete=False), "conformant", 0, False),
+        (make(cases=CASES[2:], complete=False), "no failure", 0, False),
+        (make(complete=False), "no failure", 0, False),
         (make(fail("t4/b", "not-claimed"), cases=CASES[-1:], complete=False), "not certifiable", 2, False),
     ],
     ids=[
         *("clean", "dirty", "fail", "error", "both", "waived", "one-not-claimed", "tier-not-claimed"),
-        *("unused-waiver", "waiver", "part", "part-not-claimed"),
+        *("unused-waiver", "waiver", "part", "all-as-a-part", "part-not-claimed"),
     ],
 )
 def test_verdict_and_exit_status(data, verdict, status, certifies):
@@ -226,6 +227,7 @@ def mended(change):
     [
         (lambda b: b["cases"].pop(2), "missing case 't2/a'"),
         (lambda b: b["cases"].append(b["cases"][2]), "case 't2/a' occurs 2 times"),
+        (lambda b: b.update(complete=False), "selection is None, but the cases and claims give {'of': 9, 'run': 9"),
         (lambda b: b["cases"][2].update(status="not-claimed"), "claims have all that it needs"),
         (lambda b: b["claims"]["features"].remove("window"), "case 't3/w' is 'pass', but the claims lack"),
         (lambda b: b["claims"].update(numerics="N9"), "claims are no declaration"),

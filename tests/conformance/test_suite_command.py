@@ -57,8 +57,11 @@ def good(run):
 
 def test_conformant_is_0_and_everything_is_written(run, good):
     done, out = good
-    assert "acme: conformant at level all (5 pass)" in done.stdout
-    assert "it certifies nothing" in done.stdout
+    assert (
+        "acme: no failure in 5 of 5 cases of level all (5 pass); not touched: levels: sharded, serving; " in done.stdout
+    )
+    assert "it certifies nothing: a part was run" in done.stdout
+    assert "conformant" not in done.stdout + (run.folder / "good.html").read_text().partition("</style>")[2]
     body = json.loads(out.read_text())["body"]
     assert body["backend"]["distribution"] == "acme-paged 0.4.1"
     assert body["environment"]["devices"] == 8
@@ -149,6 +152,8 @@ def test_not_certifiable_is_3_and_an_unknown_name_2(run):
         ([], "name a backend"),
         (["acme", "--check", "x.json"], "takes no backend"),
         (["--check", "x.json", "--diff", "a", "b"], "different things"),
+        (["acme", "--list"], "--list takes no backend"),
+        (["acme", "--json"], "--json is the form of --list"),
         (["acme", "--option", "vice"], "NAME=VALUE"),
         (["acme", "--only", "zzz"], "no case"),
         (["acme", "-o", "/nowhere/cert.json"], "folder does not exist"),
@@ -175,6 +180,7 @@ def test_check_and_replay_tell_a_sound_certificate_from_an_edited_one(run):
     checked = run("--check", out, tiny=False)
     assert checked.returncode == 3, checked.stdout
     assert "it certifies nothing: a part of the level was run" in checked.stdout
+    assert "sound; acme: no failure in 2 of" in checked.stdout
     replayed = run("--replay", "2", out, tiny=False)
     assert (replayed.returncode, replayed.stdout) == (0, "replayed 2 cases, 0 differ\n"), replayed.stderr
     entry = sound["body"]["cases"][0]
