@@ -18,9 +18,12 @@ from conformance.case import AttendExpected, AttendProblem, MoveProblem
 from conformance.fitting import fitted
 from conformance.formats import decode, format_of, is_nan
 from conformance.hypotheses import explain
+from conformance.lse_causes import explain_lse
 from conformance.vectors.address import read_back
 
 LOG2E = 1.4426950408889634
+SMALL = 0.03
+"""Errors below this share of Σ w |v| look like rounding; a token too many or too few in a short row is more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +82,18 @@ def _cause(
 ) -> Finding:
     """The most telling explanation of wrong elements of live tokens."""
     spelled = _spelled(problem, expected, output, wrong)
-    said = f"{spelled.text} " if spelled is not None else ""
-    broken = explain(problem, output, wrong, lse, expected.explain.get("recalled", ()))
-    if broken is not None:
+    # A ladder spells a scale, which any other fault bends too: it is told only where nothing explains more.
+    scale = spelled.text if spelled is not None and spelled.hint == "scale" else ""
+    said = f"{spelled.text} " if spelled is not None and not scale else ""
+    broken = explain(problem, output, wrong, lse, expected.explain.get("recalled", ()), _lse_near(expected))
+    skipped = _skipped(problem, output, wrong)
+    if broken is not None and not (skipped and broken.text.startswith("Where it is wrong, and only there")):
+        if broken.clause == "attend.2" and scale:
+            said = f"{scale} "
         return Finding(broken.clause, said + broken.text, broken.hint)
-    if spelled is None or spelled.hint in (None, "token-count"):
+    if skipped:
+        return Finding("attend.1", skipped, "skipped")
+    if spelled is None or spelled.hint in (None, "token-count", "scale"):
         factor = fitted(problem, output, lse, np.asarray(wrong.any(-1)))
         if factor is not None:
             return Finding(factor.clause, said + factor.text, factor.hint)
@@ -96,14 +106,39 @@ def _cause(
             return Finding("attend.1", f"{said}{text}maximum is not raised or not subtracted.", "overflow")
         text = f"{int(nan.sum())} elements are NaN: bits that the row must not read reached the output."
         return Finding("attend.7", said + text, "poison")
-    if spelled is not None and spelled.hint not in (None, "token-count"):
+    if spelled is not None and spelled.hint not in (None, "token-count", "scale"):
         return spelled
     measured = _factor(problem, output, wrong)
     if measured is not None:
         return dataclasses.replace(measured, text=said + measured.text)
+    if spelled is not None and spelled.hint == "scale" and lse is not None:
+        spelled = None  # with an LSE a scale would have been fitted
     if spelled is not None and not (spelled.clause == "pages.3" and lse is not None and not wrong_lse.any()):
         return spelled
-    return Finding("attend.1", said.strip(), None)
+    where = ""
+    if lse is not None and expected.lse_low is not None:
+        where = "Logits and row sum are right, since the LSE is: look at values, at the accumulator and its rescaling."
+        where = "" if wrong_lse.any() else where
+    return Finding("attend.1", f"{said}{where}".strip(), None)
+
+
+def _lse_near(expected: AttendExpected) -> np.ndarray | None:
+    """How near two LSEs agree: a few widths of the range that the declared arithmetic leaves, relative to 1 + |LSE|."""
+    if expected.lse_low is None or expected.lse_high is None:
+        return None
+    with np.errstate(invalid="ignore"):
+        width = (expected.lse_high - expected.lse_low) / (1 + np.abs(expected.lse_low))
+    return 8 * np.nan_to_num(width, nan=0.0) + 2.0**-14
+
+
+def _skipped(problem: AttendProblem, output: np.ndarray, wrong: np.ndarray) -> str:
+    """Rows whose wrong tokens all came back as zeros, in words; empty if any did not."""
+    tokens = np.flatnonzero(wrong.any((1, 2)))
+    if (decode(output[tokens], problem.dtype) != 0).any():
+        return ""
+    rows = sorted(set((np.searchsorted(problem.table.query_offsets, tokens, side="right") - 1).tolist()))
+    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {', '.join(map(str, rows))}"
+    return f"Tokens of {which} came back as zeros, all of those that are wrong: skipped, or never written."
 
 
 def _shared(problem: AttendProblem, wrong: np.ndarray) -> Finding | None:
@@ -129,9 +164,15 @@ def _factor(problem: AttendProblem, output: np.ndarray, wrong: np.ndarray) -> Fi
     if not used.any():
         return None
     off = np.abs(got - exact)[used] / np.abs(exact)[used]
+    size = _sizes(problem, only)
     if np.quantile(off, 0.9) < 0.02:
         text = f"Nine of ten wrong elements are within {100 * np.quantile(off, 0.9):.2g} % of the exact answer: fewer "
         return Finding("attend.1", f"{text}bits in weights or sums than declared.", "reduced-precision")
+    share = float(np.quantile((np.abs(got - exact) / np.where(size > 0, size, np.inf))[used], 0.9))
+    if share < SMALL:
+        text = f"Nine of ten wrong elements are off by less than {100 * share:.2g} % of Σ w |v|, as of fewer bits in "
+        text += "logits, weights or sums than declared, or of a coarse exponential."
+        return Finding("attend.1", text, "reduced-precision")
     factors = []
     for at in np.argwhere(used.any(-1)).tolist():
         ratio = (got[tuple(at)] / np.where(exact[tuple(at)] == 0, 1, exact[tuple(at)]))[used[tuple(at)]]
@@ -149,6 +190,15 @@ def _factor(problem: AttendProblem, output: np.ndarray, wrong: np.ndarray) -> Fi
     if problem.spec.soft_cap is not None:
         return Finding("attend.5", f"{text}such as masked logits that the soft cap made finite.", "mask-before-cap")
     return Finding("attend.7", f"{text}such as masked or padding positions with a finite logit.", "masked-weight")
+
+
+def _sizes(problem: AttendProblem, only: list[int]) -> np.ndarray:
+    """Σ w |v| of some tokens (n, h, e): what rounding errors of a sum that cancels are to be held against."""
+    out = np.zeros((len(problem.query), problem.query.shape[1], problem.values.shape[-1]))
+    for t in oracle.terms(problem, only=only):
+        weights = np.exp(t.logits - t.logits.max())
+        out[t.token, t.head] = weights @ np.abs(t.values) / weights.sum()
+    return out[only]
 
 
 def _where(index: np.ndarray) -> str:
@@ -193,14 +243,17 @@ def _lse(
         padding = token >= int(problem.table.query_offsets[-1])
         return Finding("attend.9" if padding else "attend.8", f"{text} It must be −∞ there.", "lse-empty")
     middle = (expected.lse_low + expected.lse_high) / 2
-    used = (positions >= 0)[:, None] & np.isfinite(middle) & (np.abs(middle) > 0.1)
+    used = wrong & (positions >= 0)[:, None] & np.isfinite(middle) & (np.abs(middle) > 0.1)
     with np.errstate(all="ignore"):
         ratio = (lse / middle)[used]
     if ratio.size and np.all(np.abs(ratio / LOG2E - 1) < 1e-3):
-        return Finding("attend.11", f"{text} Everywhere it is 1/ln 2 = 1.4427 times too large: base 2.", "lse-base")
+        return Finding("attend.11", f"{text} There it is 1/ln 2 = 1.4427 times too large: base 2.", "lse-base")
     if ratio.size and np.all(np.abs(ratio + 1) < 1e-3):
-        return Finding("attend.11", f"{text} Everywhere it has the wrong sign.", "lse-sign")
-    if positions[token] >= 0 and (factor := fitted(problem, output, lse, wrong)) is not None:
+        return Finding("attend.11", f"{text} There it has the wrong sign.", "lse-sign")
+    cause = explain_lse(problem, output, lse, wrong)
+    if cause is not None:
+        return Finding(cause.clause, f"{text} {cause.text}", cause.hint)
+    if (factor := fitted(problem, output, lse, wrong)) is not None:
         return Finding(factor.clause, f"{text} {factor.text}", factor.hint)
     return Finding("attend.11", text, "lse")
 

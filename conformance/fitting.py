@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from conformance.case import AttendProblem
-from conformance.formats import decode
+from conformance.formats import decode, format_of
 from conformance.oracle import attend
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 GRID = np.exp2(np.linspace(-3.0, 3.0, 25))
 REFINEMENTS = 30
+EXPLAINED = 0.8
+"""Share of the wrong elements that a fitted answer must reproduce to a few units in the last place."""
 GAIN = 0.1
 """Share of the right answer's distance that a fitted answer may still have."""
 
@@ -56,10 +58,24 @@ def fitted(problem: AttendProblem, output: np.ndarray, lse: np.ndarray | None, s
         factor, left = _least(measure)
         if right == 0 or left > GAIN * right or abs(factor - 1) < 1e-4:
             continue
+        if not _reproduces(problem, altered(name, factor), output, struck, only):
+            continue
         value = getattr(spec, name)
         text = f"The output is that of a {what} of {value * factor:.6g} instead of {value:.6g}, {factor:.5g} times it."
         return Hypothesis(f"fitted-{name}", clause, text, altered(name, factor))
     return None
+
+
+def _reproduces(
+    problem: AttendProblem, other: AttendProblem, output: np.ndarray, struck: np.ndarray, only: list[int]
+) -> bool:
+    """Whether the output of the struck heads lies as much closer to the fitted answer as the LSE does, if it is off."""
+    got, used = decode(output[only], problem.dtype)[struck[only]], struck[only]
+    right, answer = (attend(p, only=only).output[only][used] for p in (problem, other))
+    near = max(4 * format_of(problem.dtype).unit_roundoff, 2.0**-14)
+    off = [np.abs(x - got) / (np.abs(got) + np.abs(x) + 1e-30) for x in (right, answer)]
+    wrong = off[0] > near
+    return not wrong.any() or float((off[1] <= near)[wrong].mean()) > EXPLAINED
 
 
 def _least(measure: Callable[[float], float]) -> tuple[float, float]:

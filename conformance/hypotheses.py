@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from conformance.averages import Rule, averages
 from conformance.case import AttendProblem
 from conformance.formats import decode, format_of, round_to
-from conformance.oracle import SEMANTICS, Rules, _pages, _visible, attend
+from conformance.oracle import SEMANTICS, Answer, Rules, Terms, _pages, _visible, attend, terms
+from conformance.suspects import suspects
 from paged.common import AttentionSpec, PageTable
 
 LOG2E = 1.4426950408889634
@@ -24,6 +27,8 @@ LOG2E = 1.4426950408889634
 class Hypothesis:
     """A fault: `hint` names it, `clause` is what it breaks, `text` tells it; `problem`, `rules` reproduce it.
 
+    `average`, if there is one, is asked of each token's terms in place of `problem` and `rules`. `rare`: asked only
+    where no plain hypothesis explains all.
     `same_lse`: whether a kernel with this fault returns the LSE of the faulty weights.
     """
 
@@ -33,6 +38,8 @@ class Hypothesis:
     problem: AttendProblem
     rules: Rules = SEMANTICS
     same_lse: bool = True
+    average: Rule | None = None
+    rare: bool = False
 
 
 _SIBLINGS = {
@@ -47,12 +54,24 @@ EXPLAINED = 0.9
 """Share of the wrong elements, and of the right ones beside them, that a hypothesis must reproduce."""
 
 
+LSE_NEAR = 2.0**-8
+"""How near LSEs agree where nothing says how exact they are: the row sum may be one of weights in 16 bits."""
+ENOUGH = 0.05
+"""A plain hypothesis that leaves less than this share of the distance is not held against the rarer ones."""
+BETTER = 0.999
+"""A later hypothesis must be this much closer than an earlier one: those that are told first are the plainer ones."""
+SOME_NUMBERS = 0.02
+"""Share of the wrong elements that must be finite for all hypotheses to be asked: NaN alone agrees with anything that
+reads poison, so then only the plain ones are."""
+
+
 def explain(
     problem: AttendProblem,
     output: np.ndarray,
     wrong: np.ndarray,
     lse: np.ndarray | None = None,
     more: Sequence[Hypothesis] = (),
+    lse_near: np.ndarray | None = None,
 ) -> Hypothesis | None:
     """The hypothesis that reproduces the wrong elements and leaves the right ones right, or None.
 
@@ -60,39 +79,60 @@ def explain(
 
     It must lie twice as close to the output as the right answer does, and agree with the LSE if there is one that is
     right or not a number: a poisoned value leaves the LSE right, a poisoned key does not. `more` are hypotheses beside
-    the known ones.
+    the known ones; `lse_near` (t, h) says how near LSEs agree, relative to 1 + |LSE|.
     """
     live = problem.table.positions() >= 0
     faulty = wrong.any((1, 2))
     only = np.concatenate([np.flatnonzero(faulty & live)[:8], np.flatnonzero(~faulty & live)[:8]]).tolist()
     got, bad = decode(output[only], problem.dtype), wrong[only]
     near = max(4 * format_of(problem.dtype).unit_roundoff, 2.0**-14)
+    finite = bad & np.isfinite(got)
+    numbers = bool(finite.sum() >= SOME_NUMBERS * bad.sum())
     right = attend(problem, only=only)
     apart = np.minimum(_apart(got, right.output[only]), 1.0)
     struck = np.asarray(bad.any(-1))
     best, least = None, 0.5 * float(apart.mean())
     best_struck, least_struck = None, 0.5 * float(apart[struck].mean())
-    for hypothesis in (*hypotheses(problem), *more):
+    seen = list(terms(problem, only=only))
+    for hypothesis in itertools.chain(plain(problem), more, rarer(problem) if numbers else ()):
+        if hypothesis.rare and best is not None and least < ENOUGH * apart.mean():
+            break  # a plain fault explains it all
         with np.errstate(all="ignore"):
             try:
-                answer = attend(hypothesis.problem, hypothesis.rules, only)
+                answer = answer_of(problem, hypothesis, seen, only)
             except (IndexError, ValueError):
                 continue  # this fault cannot be had here: it leaves the pool
             off = _apart(got, answer.output[only])
-            if lse is not None and hypothesis.same_lse and not _same_lse(lse[only], answer.lse[only], near):
+            agrees = np.ones(struck.shape, bool)
+            if lse is not None and hypothesis.same_lse:
+                agrees = _same_lse(lse[only], answer.lse[only], None if lse_near is None else lse_near[only])
+            if (agrees[struck] if numbers else agrees).mean() <= EXPLAINED:
                 continue
         same = off <= near
+        if numbers and same[finite].mean() <= EXPLAINED:
+            continue
         shares = float(same[bad].mean()), 1.0 if bad.all() else float(same[~bad].mean())
         distance = float(np.minimum(off, 1.0).mean())
-        if min(shares) > EXPLAINED and distance < least:
+        if min(*shares, agrees.mean()) > EXPLAINED and distance < BETTER * least:
             best, least = hypothesis, distance
         distance = float(np.minimum(off[struck], 1.0).mean())
-        if float(same[bad].mean()) > EXPLAINED and distance < least_struck:
+        if float(same[bad].mean()) > EXPLAINED and distance < BETTER * least_struck:
             best_struck, least_struck = hypothesis, distance
     if best is not None or best_struck is None or struck.all():
         return best
     text = f"Where it is wrong, and only there ({_where(struck, only)}): {best_struck.text}"
     return dataclasses.replace(best_struck, text=text)
+
+
+def answer_of(problem: AttendProblem, hypothesis: Hypothesis, seen: Sequence[Terms], only: Sequence[int]) -> Answer:
+    """What a fault would return for the tokens `only`, whose terms are `seen`; a sum's rule has no error bound."""
+    if hypothesis.average is None:
+        return attend(hypothesis.problem, hypothesis.rules, only)
+    tokens, heads = problem.query.shape[:2]
+    output, lse = np.zeros((tokens, heads, problem.values.shape[-1])), np.full((tokens, heads), -np.inf)
+    for t in seen:
+        output[t.token, t.head], lse[t.token, t.head] = hypothesis.average(t)
+    return Answer(output, np.zeros_like(output), lse, np.zeros_like(lse))
 
 
 def _where(struck: np.ndarray, only: list[int]) -> str:
@@ -112,16 +152,30 @@ def _apart(got: np.ndarray, answer: np.ndarray) -> np.ndarray:
     return np.where(finite[0] & finite[1], off, np.where(finite[0] | finite[1], 1.0, 0.0))
 
 
-def _same_lse(got: np.ndarray, answer: np.ndarray, near: float) -> bool:
-    """Whether two LSEs agree: close, or neither a finite number."""
+def _same_lse(got: np.ndarray, answer: np.ndarray, near: np.ndarray | None) -> np.ndarray:
+    """Where two LSEs agree: close, or neither a finite number."""
     finite = np.isfinite(got), np.isfinite(answer)
     with np.errstate(all="ignore"):
-        close = np.abs(got - answer) <= 4 * near * (1 + np.abs(answer))
-    return float(np.where(finite[0] & finite[1], close, ~finite[0] & ~finite[1]).mean()) > EXPLAINED
+        close = np.abs(got - answer) <= (LSE_NEAR if near is None else near) * (1 + np.abs(answer))
+    return np.where(finite[0] & finite[1], close, ~finite[0] & ~finite[1])
 
 
 def hypotheses(problem: AttendProblem) -> Iterator[Hypothesis]:
-    """All known faults that make a difference to this problem."""
+    """All known faults that make a difference to this problem, the plain ones first."""
+    yield from plain(problem)
+    yield from rarer(problem)
+
+
+def rarer(problem: AttendProblem) -> Iterator[Hypothesis]:
+    """Faults that are asked for where no plain one explains all."""
+    for hint, clause, text, altered, rules in suspects(problem):
+        yield Hypothesis(hint, clause, text, altered, rules, rare=True)
+    for one in averages(problem):
+        yield Hypothesis(one.hint, one.clause, one.text, problem, average=one.rule, rare=True)
+
+
+def plain(problem: AttendProblem) -> Iterator[Hypothesis]:
+    """Faults that are common enough to be believed of an output that is NaN wherever it is wrong."""
     spec, d = problem.spec, problem.query.shape[-1]
 
     def with_spec(hint: str, clause: str, text: str, **changes: object) -> Hypothesis:

@@ -27,7 +27,7 @@ KINDS = ("movement", "address", "census", "ladder", "bounds", "itself", "sharded
 DECIDING = (
     *("mutants.py", "faults.py", "faults_devices.py", "faults_geometry.py", "faults_steps.py", "broken_kernel.py"),
     *("runner.py", "relations.py", "serving.py", "structure.py", "judge.py", "bounds.py", "oracle.py"),
-    *("diagnose.py", "diagnose_moves.py", "hypotheses.py", "fitting.py"),
+    *("diagnose.py", "diagnose_moves.py", "hypotheses.py", "suspects.py", "averages.py", "lse_causes.py", "fitting.py"),
 )
 """Sources that decide whether a mutant is caught and what it is called."""
 

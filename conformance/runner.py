@@ -112,8 +112,9 @@ class Session:
         result = judge_attend(problem, expected, output.out, output.lse, id=case.id)
         if result.status == "fail" and (again := self._blame_chance(case, problem, output)) is not None:
             return again
-        if result.details.get("hint") == "poison":
-            return self._blame_poison(problem, result)
+        nan = int(is_nan(output.out, problem.dtype).sum())
+        if result.status == "fail" and nan and result.details["wrong"] <= 1.2 * nan and result.clause not in EMPTY:
+            return self._blame_poison(problem, expected, result)
         return result if result.status != "pass" else self._pool_after(case, problem, output) or result
 
     def _blame_chance(self, case: Case, problem: AttendProblem, output: execute.AttendOutput) -> Result | None:
@@ -126,12 +127,14 @@ class Session:
         text = f"the output is wrong, and not the same twice: {fault}"
         return Result(id=case.id, status="fail", clause="invariant.1", diagnosis=text, elements=compared)
 
-    def _blame_poison(self, problem: AttendProblem, result: Result) -> Result:
-        """A NaN that is there without poison too was not read from anywhere: the arithmetic made it."""
-        clean = execute.attend(self.backend, relations.unpoisoned(problem))
+    def _blame_poison(self, problem: AttendProblem, expected: AttendExpected, result: Result) -> Result:
+        """A NaN that is there without poison too was not read from anywhere: the arithmetic made it. Where it is gone,
+        what is still wrong tells why such places were read."""
+        bare = relations.unpoisoned(problem)
+        clean = execute.attend(self.backend, bare)
         nan = is_nan(clean.out, problem.dtype)
         if not nan.any():
-            return result
+            return unpoisoned_cause(bare, expected, clean.out, clean.lse, result)
         text = (
             f"{result.diagnosis} But {int(nan.sum())} elements are NaN with zeros in all those places too: it comes of "
             "the arithmetic, such as 0 / 0 where a part of the row is empty, or ∞ − ∞."
@@ -185,6 +188,24 @@ class Session:
                 return judged
         own = {"bits": digest(base.out.tobytes())}
         return Result(id=case.id, status="pass", elements=elements, decided=elements, details=own)
+
+
+EMPTY = ("attend.8", "attend.9")
+"""Clauses of tokens that see nothing: a NaN there needs no further reason."""
+PLACES = ("pages.3", "pages.4", "attend.6", "attend.12")
+"""Clauses of which slot a kernel reads: breaking one makes it read what it must not, as no more than a consequence."""
+
+
+def unpoisoned_cause(
+    problem: AttendProblem, expected: AttendExpected, output: np.ndarray, lse: np.ndarray | None, result: Result
+) -> Result:
+    """`result`, a failure with NaN, or a better reason for it: the finding on the same call with zeros in all places
+    that must not be read, if it names where the kernel reads."""
+    again = judge_attend(problem, expected, output, lse, id=result.id)
+    if again.status != "fail" or again.clause not in PLACES or again.details.get("hint") is None:
+        return result
+    text = f"It reads what it must not, and gives NaN; with zeros in those places: {again.diagnosis}"
+    return dataclasses.replace(again, diagnosis=text)
 
 
 def expected_of(vector: Vector, declared: Capabilities) -> AttendExpected:

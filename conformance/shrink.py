@@ -1,7 +1,8 @@
 """Makes a failing case smaller: cases are parameters, so parameters shrink.
 
 The id stays, because it is the seed of the inputs; what was frozen about the inputs goes. A smaller case is kept if it
-fails with the same clause. The result is a case like any other, for `paged certify BACKEND --case repro.json`.
+fails with the same clause and its diagnosis is of the same kind: what a tile's edge broke may else be made so small
+that it looks like a wrong scale. The result is a case like any other, for `paged certify BACKEND --case repro.json`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,47 @@ MAX_RUNS = 25
 _OPTIONS = ("rung", "window", "soft_cap", "sinks", "statistic", "page_order", "padding", "fill", "phase")
 
 
+_KINDS = (
+    {"left-out", "tokens-missed", "length-minus-one", "prefix-ignored"},
+    {
+        "scale",
+        "fitted-scale",
+        "scale-twice",
+        "no-scale",
+        "log2e-twice",
+        "log2e-missing",
+        "padded-scale",
+        "rounded-scale",
+    },
+    {
+        "window",
+        "no-window",
+        "window-plus-one",
+        "window-minus-one",
+        "window-rounded",
+        "window-of-chunk",
+        "window-factor",
+    },
+    {"page-order", "page-list", "page-entry", "slot", "slot-order", "position"},
+    {"soft-cap", "no-soft-cap", "cap-before-scale", "cap-base2", "fitted-soft_cap", "soft-cap-tanh"},
+)
+"""Hints of diagnoses that are one kind of fault."""
+
+
+def kind(hint: str | None) -> str | None:
+    """The kind of fault that a diagnosis' hint belongs to."""
+    return next((min(group) for group in _KINDS if hint in group), hint)
+
+
 def shrink(case: Case, clause: str | None, run: Callable[[Case], Result], *, most: int = MAX_RUNS) -> Case:
     """The smallest case found that still fails with `clause`, after at most `most` runs.
 
     `run` must give an `error` for parameters that do not fit together, as the runner does.
     """
     best = dataclasses.replace(case, inputs=None, expected=None, kills=(), quick=False)
-    left = most
+    first = run(best)
+    wanted = kind(first.details.get("hint")) if first.status == "fail" and first.clause == clause else None
+    left = most - 1
     progress = True
     while progress:
         progress = False
@@ -32,7 +67,8 @@ def shrink(case: Case, clause: str | None, run: Callable[[Case], Result], *, mos
             left -= 1
             smaller = dataclasses.replace(best, params=params)
             result = run(smaller)
-            if result.status == "fail" and result.clause == clause:
+            same = result.status == "fail" and result.clause == clause
+            if same and wanted in (None, kind(result.details.get("hint"))):
                 best, progress = smaller, True
                 break
     return best

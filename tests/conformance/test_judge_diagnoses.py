@@ -37,7 +37,7 @@ def judged(case_id, *, rules=oracle.SEMANTICS, heads=None, tokens=None, spec=Non
         ("attend/generic/bf16/mixed", {"scale": 0.125 * 0.936}, "attend.2", "a scale of 0.117 instead of 0.125"),
         ("attend/generic/f32/mixed", {"scale": 0.125 * 1.003}, "attend.2", "1.003 times it"),
         ("attend/generic/bf16/soft-cap-1", {"soft_cap": 1.05}, "attend.5", "a soft cap of 1.05"),
-        ("attend/ladder/bf16/soft-cap-1", {"soft_cap": 1.5}, "attend.5", "an effective scale"),
+        ("attend/ladder/bf16/soft-cap-1", {"soft_cap": 2.5}, "attend.5", "a soft cap of 2.5"),
     ],
 )
 def test_a_factor_is_measured(case_id, spec, clause, said):

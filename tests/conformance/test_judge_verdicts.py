@@ -9,7 +9,7 @@ import pytest
 from conformance import oracle
 from conformance.case import Case
 from conformance.formats import encode, format_of, is_nan
-from conformance.hypotheses import hypotheses
+from conformance.hypotheses import plain
 from conformance.judge import expectation, judge_attend, judge_move
 from conformance.vectors import generate
 from paged.common.capabilities import NUMERIC_MODELS
@@ -98,7 +98,7 @@ def test_known_faults_are_named(generator, extra):
     v, expected = prepared(generator, *extra)
     p = v.problem
     named = 0
-    for fault in hypotheses(p):
+    for fault in plain(p):
         with np.errstate(all="ignore"):
             answer = oracle.attend(fault.problem, fault.rules)
         result = judge_attend(p, expected, words_of(answer, p.dtype), answer.lse.astype(np.float32))

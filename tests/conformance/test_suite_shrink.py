@@ -58,7 +58,17 @@ def test_another_clause_is_another_failure():
     run, runs = failing(lambda p: True, clause="attend.3")
     small = shrink(CASE, "attend.4", run)
     assert small.params == PARAMS
-    assert len(runs) == sum(1 for _ in candidates(PARAMS))
+    assert len(runs) == 1 + sum(1 for _ in candidates(PARAMS))
+
+
+def test_a_smaller_case_that_fails_for_another_reason_is_not_taken():
+    def run(case):
+        hint = "left-out" if max(case.params["kv_lens"]) > 64 else "fitted-scale"
+        return Result(id=case.id, status="fail", clause="pages.3", details={"hint": hint})
+
+    small = shrink(CASE, "pages.3", run)
+    assert max(small.params["kv_lens"]) > 64
+    assert len(small.params["kv_lens"]) == 1
 
 
 def test_the_number_of_runs_is_bounded():
