@@ -37,7 +37,16 @@ FREE = frozenset(
 """Opcodes that produce nothing of their own: they name, pass on, or hold a computation that is looked into."""
 
 PASSING = frozenset({"tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier"})
+REWRITING = frozenset({"convert", "copy", "bitcast-convert", "reshape", "transpose"})
+"""Opcodes that hand on every element of their operand: as large as the pool, they are the pool in another guise."""
+
 COLLECTIVE = re.compile(r"all-|reduce-scatter|collective-|ragged-all-to-all|send$|recv$")
+
+CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|(?:branch|called|true|false)_computations?)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
+"""Attributes that name one computation, or several in braces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +153,7 @@ def _instruction(line: str) -> Instruction | None:
     opcode, _, body = body.partition("(")
     operands_end = _balanced(body, ")")
     attributes = body[operands_end:]
-    called = re.findall(r"(?:calls|to_apply|body|condition|computations)=\{?((?:%?[\w.\-]+(?:, )?)+)", attributes)
+    called = CALLED.findall(attributes)
     return Instruction(
         name=head[1],
         opcode=opcode,
@@ -153,7 +162,7 @@ def _instruction(line: str) -> Instruction | None:
             for kind, sizes in re.findall(r"(\w+)\[([\d,]*)\]", shape)
         ),
         operands=tuple(re.findall(r"%([\w.\-]+)", body[:operands_end])),
-        calls=tuple(name.lstrip("%") for names in called for name in names.split(", ") if name),
+        calls=tuple(name.lstrip("%") for names in called for name in names.strip("{}").split(", ") if name),
         aliases_operand="output_to_operand_aliasing={" in attributes,
     )
 
@@ -183,13 +192,26 @@ def _writes(module: Module, one: Instruction, elements: int) -> bool:
     )
 
 
+def _rewrites(module: Module, one: Instruction, elements: int) -> bool:
+    """Whether the instruction only makes a pool-sized copy or conversion: alone, or as a fusion of nothing else.
+
+    XLA's CPU compiler puts such a pair around a scatter of 16-bit floats; what reads the result reads the pool.
+    """
+    if one.elements < elements:
+        return False
+    if one.opcode != "fusion":
+        return one.opcode in REWRITING
+    inside = [inner for name in one.calls for inner in module.get(name, ())]
+    return bool(inside) and all(inner.opcode in REWRITING | PASSING | {"parameter"} for inner in inside)
+
+
 def _readers(module: Module, later: tuple[Instruction, ...], written: str, elements: int) -> Iterator[Instruction]:
     """Instructions that use the written array, under this or a passed-on name, and do not write it in turn."""
     names = {written}
     for one in later:
         if names.isdisjoint(one.operands):
             continue
-        if one.opcode in PASSING:
+        if one.opcode in PASSING or _rewrites(module, one, elements):
             if one.elements >= elements:  # another element of a tuple is not the pool
                 names.add(one.name)
         elif not _writes(module, one, elements):

@@ -109,10 +109,14 @@ class _Collecting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def attend(self, query: Any, pool: Any, *rest: Any) -> Any:
-        """The inner one's, on a query that depends on all devices and on the appended pool. Compiled, never run."""
-        mark = pool.keys[0, 0, 0, 0].astype(query.dtype)
-        return self.inner.attend(query + jax.lax.psum(mark, self.axes), pool, *rest)
+    def attend(self, query: Any, pool: Any, page_base: Any, *rest: Any) -> Any:
+        """The inner one's, reading pages whose ids depend on all devices and on the appended pool.
+
+        Ids, since no compiler can read a page before it knows which: a query that depends on all devices may be
+        finished after the pages have been read, and then stands behind the last reader. Compiled, never run.
+        """
+        mark = jax.lax.convert_element_type(pool.keys[0, 0, 0, 0], jnp.int32)
+        return self.inner.attend(query, pool, page_base + jax.lax.psum(mark, self.axes), *rest)
 
 
 def addresses(pool: Any) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from conformance.hlo import parse, problems
+from conformance.hlo import collectives_before_readers, parse, problems
 
 PAGES, SIZE, HEADS, WIDTH, TOKENS = 64, 4, 2, 8, 3
 SHAPE = (PAGES, SIZE, HEADS, WIDTH)
@@ -93,3 +93,82 @@ def test_a_collective_between_append_and_attention_is_found():
 def test_a_program_without_the_pool_is_an_error():
     with pytest.raises(ValueError, match="no scatter or update of 1000000 elements"):
         problems(compile_step(scatter).as_text(), pool_elements=10**6, pool_bytes=0, alias_bytes=0)
+
+
+def between_write_and_read(*middle, read="bf16[8] gather(%pool, %ids), offset_dims={0}", elsewhere=""):
+    """Collectives found in a written-out program: scatter to a pool of 4096 elements, `middle`, then `read`."""
+    text = "\n  ".join(
+        [
+            "%scattered = f32[512,8] scatter(%wide, %ids, %new), to_apply=%assign",
+            *middle,
+            f"ROOT %read = {read}",
+        ]
+    )
+    module = f"{elsewhere}\nENTRY %main (a: f32[512,8]) -> bf16[8] {{\n  {text}\n}}\n"
+    return [one.name for _, one, _ in collectives_before_readers(parse(module), 4096)]
+
+
+NARROW = "%pool = bf16[512,8] convert(%scattered)"
+SUM = "%sum = s32[] all-reduce(%mark), to_apply=%add"
+
+
+def test_a_pool_that_is_converted_back_after_the_write_is_still_the_pool():
+    assert between_write_and_read(NARROW, SUM) == ["sum"]
+    assert between_write_and_read(SUM, NARROW) == ["sum"]
+
+
+@pytest.mark.parametrize(("inside", "seen"), [("convert(%p)", True), ("negate(%p)", False)])
+def test_a_fusion_hands_on_the_pool_only_if_it_does_nothing_else(inside, seen):
+    body = f"%p = f32[512,8] parameter(0)\n  ROOT %r = bf16[512,8] {inside}"
+    fused = f"%fused (p: f32[512,8]) -> bf16[512,8] {{\n  {body}\n}}"
+    names = between_write_and_read(
+        "%pool = bf16[512,8] fusion(%scattered), kind=kLoop, calls=%fused", SUM, elsewhere=fused
+    )
+    assert names == (["sum"] if seen else [])
+
+
+def test_what_a_page_was_read_into_is_not_the_pool():
+    assert (
+        between_write_and_read(
+            NARROW,
+            "%page = bf16[8] gather(%pool, %ids), offset_dims={0}",
+            "%wide_page = f32[8] convert(%page)",
+            "%sum = f32[8] all-reduce(%wide_page), to_apply=%add",
+            read="bf16[8] convert(%sum)",
+        )
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        "%sum = (s32[], s32[]) all-reduce-start(%mark), to_apply=%add",
+        "%sum = bf16[1024,8] all-gather(%mark), dimensions={0}",
+        "%sum = bf16[8] reduce-scatter(%mark), to_apply=%add",
+        "%sum = bf16[8] collective-permute(%mark), source_target_pairs={{0,1}}",
+        "%sum = bf16[8] all-to-all(%mark), dimensions={0}",
+        "%sum = bf16[8] ragged-all-to-all(%mark)",
+        "%sum = bf16[8] collective-broadcast(%mark)",
+        "%sum = (bf16[8], token[]) recv(%token), channel_id=1",
+    ],
+)
+def test_every_kind_of_collective_is_seen(collective):
+    assert between_write_and_read(NARROW, collective) == ["sum"]
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [
+        "%x = s32[] call(%mark), to_apply=%inner",
+        "%x = s32[] while(%mark), condition=%other, body=%inner",
+        "%x = s32[] conditional(%mark, %mark, %mark), branch_computations={%other, %inner}",
+        "%x = s32[] conditional(%mark, %mark, %mark), true_computation=%other, false_computation=%inner",
+        "%x = ((s32[]), s32[]) async-start(%mark), calls=%inner",
+    ],
+)
+def test_a_collective_inside_something_called_is_seen(caller):
+    inner = (
+        "%inner (m: s32[]) -> s32[] {\n  %m = s32[] parameter(0)\n  ROOT %sum = s32[] all-reduce(%m), to_apply=%add\n}"
+    )
+    assert between_write_and_read(NARROW, caller, elsewhere=inner) == ["sum"]
