@@ -1,6 +1,6 @@
 """Attention kernels on a GPU: achieved bytes/s and FLOP/s beside the ceilings measured in the same run.
 
-    python benchmarks/kernel.py [--directory MODULES] [--json FILE]
+    python -m benchmarks.kernel [--directory MODULES] [--json FILE]
 
 Times are slopes: chains of 8 and 40 calls inside one program, each call reading other pages of a pool several times the
 size of the cache; the difference over 32 leaves dispatch out. Three passes; the median is printed with the spread.
@@ -49,14 +49,18 @@ def slope(make: Callable[[int], Callable[[], object]]) -> tuple[float, float]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes/s, read plus written, of a device-to-device copy of 4 GiB; by torch's copy where torch is installed.
+    """Bytes/s, read plus written, of a device-to-device copy of 4 GiB, by torch's copy where torch is installed.
 
     XLA has no plain copy to time: its elementwise loop reaches 0.8 of what the copy engine's kernel does on an H200.
+    On CPU: of that loop over 8 MiB.
     """
+    on_gpu = jax.default_backend() == "gpu"
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
-        x = jax.random.normal(jax.random.key(0), (1 << 31,), jnp.bfloat16)
+        torch = None
+    if torch is None or not on_gpu:
+        x = jax.random.normal(jax.random.key(0), (1 << (31 if on_gpu else 22),), jnp.bfloat16)
 
         def copies(n: int) -> Callable[[], object]:
             f = jax.jit(lambda x: jax.lax.fori_loop(0, n, lambda _, x: -x, x))

@@ -1,7 +1,7 @@
 """Where a step's device time goes: the profiler's kernels, added up by name, for one compiled decode step.
 
-    python benchmarks/profile_step.py [--directory MODULES] [--rows 16] [--context 1024] [--backend flashinfer]
-                                      [--option NAME=VALUE …]
+    python -m benchmarks.profile_step [--directory MODULES] [--rows 16] [--context 1024] [--backend flashinfer]
+                                            [--option NAME=VALUE …]
 
 Prints microseconds a step and a layer for each kernel, their sum, and what of the step's time no kernel was running.
 """
@@ -12,27 +12,37 @@ import argparse
 import collections
 import glob
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 STEPS = 4
 
 
-def kernels(folder: str) -> dict[str, tuple[int, float]]:
-    """Kernel name -> (calls, seconds) on the first GPU of a trace."""
+def events(folder: str) -> Iterator[Any]:
+    """Kernels on the first GPU of a trace."""
     files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
     data = jax.profiler.ProfileData.from_file(files[0])
-    found: dict[str, tuple[int, float]] = collections.defaultdict(lambda: (0, 0.0))
     for plane in data.planes:
-        if not plane.name.startswith("/device:GPU:0"):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                calls, took = found[event.name]
-                found[event.name] = calls + 1, took + event.duration_ns / 1e9
+        if plane.name.startswith("/device:GPU:0"):
+            for line in plane.lines:
+                if line.name.startswith("Stream"):
+                    yield from line.events
+
+
+def kernels(folder: str) -> dict[str, tuple[int, float]]:
+    """Kernel name -> (calls, seconds)."""
+    found: dict[str, tuple[int, float]] = collections.defaultdict(lambda: (0, 0.0))
+    for event in events(folder):
+        calls, took = found[event.name]
+        found[event.name] = calls + 1, took + event.duration_ns / 1e9
     return dict(found)
+
+
+def intervals(folder: str) -> list[tuple[float, float]]:
+    """Start and end of each kernel, in seconds of the profiler's clock."""
+    return [(e.start_ns / 1e9, (e.start_ns + e.duration_ns) / 1e9) for e in events(folder)]
 
 
 def profile(run, steps: int = STEPS) -> dict[str, tuple[int, float]]:
@@ -61,10 +71,8 @@ def table(found: dict[str, tuple[int, float]], steps: int, step_s: float, layers
 
 def main() -> None:
     """Measure and print."""
-    import step as bench
-
+    from benchmarks.decode_step import LLAMA_8B, DecodeStep, llama_config
     from paged import get_backend
-    from paged.engine.compile_options import compiler_options
     from paged.models import random_decoder
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -78,9 +86,9 @@ def main() -> None:
     options = dict(pair.split("=", 1) for pair in args.option)
     if args.directory:
         options["directory"] = args.directory
-    config = bench.config(args.layers)
+    config = llama_config(LLAMA_8B, num_layers=args.layers)
     model = random_decoder(config, jax.random.key(0), "bfloat16")
-    case = bench.prepare(model, get_backend(args.backend, **options), args.rows, args.context, compiler_options("gpu"))
+    case = DecodeStep(model, get_backend(args.backend, **options), args.rows, args.context)
     measured = case.time()
     print(table(profile(case.step), STEPS, measured[0], args.layers))
 

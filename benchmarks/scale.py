@@ -22,30 +22,24 @@ On CPU: `--geometry small --shards 8` runs every line on virtual devices; its ti
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from benchmarks.kernel import copy_bandwidth as device_copy_bandwidth
-from paged import AttentionSpec, KvSharding, build_page_table, get_backend
-from paged.backends.metadata import table_arrays
-from paged.backends.protocol import Rung
-from paged.backends.step import plan_step
-from paged.engine import KvPool, OfflineEngine, SamplingParams
+from benchmarks.decode_step import STEPS, DecodeStep, llama_config, queued
+from benchmarks.kernel import copy_bandwidth
+from paged import KvSharding, get_backend
+from paged.engine import OfflineEngine, SamplingParams
 from paged.engine.compile_options import compiler_options
-from paged.models import Decoder, DecoderConfig, random_decoder
+from paged.models import DecoderConfig, random_decoder
 
-PASSES, STEPS = 3, 12
 SIZES = {
     # Llama-3.3-70B.
     "70b": {
@@ -78,35 +72,14 @@ BATCHES = {"70b": ((1, 1024), (16, 1024), (64, 1024)), "small": ((1, 64), (4, 64
 
 
 def config_of(geometry: str) -> DecoderConfig:
-    """The geometry as a Llama config with random weights in mind: no tied embeddings, no rotary scaling."""
-    sizes: dict[str, Any] = SIZES[geometry]
-    spec = AttentionSpec(scale=sizes["head_dim"] ** -0.5)
-    return DecoderConfig(**sizes, rope_theta=500000.0, rms_eps=1e-5, tied_embeddings=False, block=(spec,))
+    """The geometry, see `llama_config`."""
+    return llama_config(SIZES[geometry])
 
 
 def sharding_over(shards: int) -> KvSharding:
     """KV heads over the first `shards` devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:shards]), ("tensor",))
     return KvSharding(mesh, ("tensor",))
-
-
-def median_and_spread(times: list[float]) -> tuple[float, float]:
-    """Median, and (largest − smallest) / median."""
-    middle = statistics.median(times)
-    return middle, (max(times) - min(times)) / middle
-
-
-def queued(run, carry, repeat: int) -> tuple[float, float]:
-    """Seconds of one call of `carry = run(carry)` in a queue of `repeat`: median over passes, and the spread."""
-    times = []
-    for _ in range(PASSES):
-        carry = jax.block_until_ready(run(carry))
-        start = time.perf_counter()
-        for _ in range(repeat):
-            carry = run(carry)
-        jax.block_until_ready(carry)
-        times.append((time.perf_counter() - start) / repeat)
-    return median_and_spread(times)
 
 
 def all_reduce(sharding: KvSharding, shape: tuple[int, int], dtype: str, count: int, options: dict) -> float:
@@ -125,82 +98,6 @@ def all_reduce(sharding: KvSharding, shape: tuple[int, int], dtype: str, count: 
     return queued(run, x, 1)[0] / count
 
 
-def copy_bandwidth(device) -> float:
-    """Bytes/s, read plus written, of one device; on a GPU as `benchmarks/kernel.py` measures it."""
-    if device.platform != "cpu":
-        return device_copy_bandwidth()
-    x = jax.device_put(jnp.ones((1 << 22,), jnp.bfloat16), device)
-    chain = jax.jit(lambda x: jax.lax.fori_loop(0, 16, lambda _, x: -x, x))
-    return 2 * x.nbytes * 16 / queued(chain, x, 1)[0]
-
-
-class DecodeStep:
-    """One decode step of `rows` requests at `context` tokens, compiled over a sharded pool."""
-
-    def __init__(self, model: Decoder, backend, sharding: KvSharding, rows: int, context: int, dtype: str):
-        c, size = model.config, 16
-        each = -(-context // size)
-        pages = rows * each + 1
-        layout = c.storage_layout(num_pages=pages, tokens_per_page=size, dtype=dtype, sharding=sharding)
-        self.pool = KvPool(layout, backend, sharding)
-        self.model, self.rows, self.context, self.sharding = model, rows, context, sharding
-        ids = np.random.default_rng(0).permutation(np.arange(1, pages)).reshape(rows, each)
-        table = build_page_table(
-            query_lens=[1] * rows,
-            kv_lens=[context] * rows,
-            pages=ids.tolist(),
-            tokens_per_page=size,
-            num_pages=pages,
-        ).pad(rows=rows, tokens=rows, listed_pages=rows * each, max_query_len=1, max_kv_len=each * size)
-        group, scan = c.num_query_heads // c.num_kv_heads, backend.capabilities.pool_layout == "stacked"
-        rung = Rung.of(table)
-        everywhere = sharding.named(PartitionSpec())
-
-        @functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options(jax.default_backend()) or None)
-        def step(pool, model, tokens, table):
-            stored = (pool[0] if isinstance(pool, tuple) else pool).dtype.name
-            heads = rung.with_heads(group_size=group, head_dim=c.head_dim, kv_dtype=stored)
-            plans = tuple(plan_step(backend, table, heads, spec) for spec in c.block)
-            samples = jnp.arange(rows, dtype=jnp.int32)
-            logits, pool = model(
-                tokens, table.kv_lens - 1, samples, pool, plans, backend=backend, sharding=sharding, scan=scan
-            )
-            tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            return pool, jax.lax.with_sharding_constraint(tokens, everywhere), logits
-
-        self.tokens = jax.device_put(jnp.arange(rows, dtype=jnp.int32), everywhere)
-        self.table = jax.device_put(table_arrays(table), everywhere)
-        start = time.perf_counter()
-        self.compiled = step.lower(self.pool.arrays, model, self.tokens, self.table).compile()
-        self.compile_s = time.perf_counter() - start
-
-    def __call__(self, tokens):
-        """Run once, in place; the next tokens. `logits` are those of the last call."""
-
-        def donating(arrays):
-            arrays, tokens_, logits = self.compiled(arrays, self.model, tokens, self.table)
-            return arrays, (tokens_, logits)
-
-        self.pool, (tokens, self.logits) = self.pool.step(donating)
-        return tokens
-
-    def reduces_in_float32(self) -> bool:
-        """Whether the compiled step adds its partial sums over devices in float32."""
-        shape = f"f32[{self.rows},{self.model.config.hidden_size}]"
-        lines = self.compiled.as_text().splitlines()
-        return any(shape in line.split(" all-reduce")[0] for line in lines if " all-reduce" in line)
-
-    def floor_bytes(self) -> int:
-        """Bytes that one device must read: its weights, embeddings left out, and its KV."""
-        c, shards = self.model.config, self.sharding.kv_head_shards
-        leaves = jax.tree.leaves(self.model)
-        weights = sum(x.addressable_shards[0].data.nbytes for x in leaves)
-        weights -= self.model.embedding.addressable_shards[0].data.nbytes
-        element = jnp.dtype(self.pool.layout.dtype).itemsize
-        kv = 2 * c.num_layers * self.rows * self.context * c.num_kv_heads * c.head_dim * element
-        return weights + kv // shards
-
-
 def measure_steps(args, backend, sharding: KvSharding) -> list[dict[str, object]]:
     """The table of part `step`."""
     config, dtype = config_of(args.geometry), args.dtype
@@ -208,11 +105,11 @@ def measure_steps(args, backend, sharding: KvSharding) -> list[dict[str, object]
     start = time.perf_counter()
     model = jax.block_until_ready(random_decoder(config, jax.random.key(0), dtype, sharding))
     print(f"weights drawn on {sharding.mesh.size} devices in {time.perf_counter() - start:.1f} s", flush=True)
-    bandwidth = copy_bandwidth(sharding.mesh.devices.flat[0])
+    bandwidth = copy_bandwidth()
     print(f"copy on one device {bandwidth / 1e12:.3f} TB/s", flush=True)
     found = []
     for rows, context in BATCHES[args.geometry]:
-        step = DecodeStep(model, backend, sharding, rows, context, dtype)
+        step = DecodeStep(model, backend, rows, context, dtype=dtype, sharding=sharding)
         before = step.pool.addresses()
         seconds, spread = queued(step, step.tokens, STEPS)
         wide = step.reduces_in_float32()
@@ -252,7 +149,9 @@ def compare_bits(args, backend, sharding: KvSharding) -> dict[str, object]:
     """Part `bits`: one step of the small geometry over one device and over the mesh, from equal weights."""
     config = config_of("small")
     steps = [
-        DecodeStep(random_decoder(config, jax.random.key(1), args.dtype, s), backend, s, 4, 64, args.dtype)
+        DecodeStep(
+            random_decoder(config, jax.random.key(1), args.dtype, s), backend, 4, 64, dtype=args.dtype, sharding=s
+        )
         for s in (sharding_over(1), sharding)
     ]
     for step in steps:

@@ -25,6 +25,11 @@ from paged.control.trace import Arrival
 
 SINGLE = Arrival(0.0, 100, 64)
 PERCENTILES = (50, 90, 99)
+_BUDGET_OPTIONS = {
+    "slot_tokens": "tokens of a dense slot",
+    "max_requests": "requests that the paged arm may run at once",
+    "max_step_tokens": "tokens of a step of either arm",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,27 +37,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_model_argument(parser)
     parser.add_argument("--trace", default="mixed24", help="name of a file in benchmarks/traces (mixed24)")
     parser.add_argument("--slots", type=int, nargs="+", metavar="N", help="budgets in dense slots (2 4 8)")
+    for name, what in _BUDGET_OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{what} (the committed one)")
 
 
 def run(args: argparse.Namespace) -> Figures:
     """Measure every budget; the arms take turns."""
-    model, budgets = workload.load_weights(args.model), workload.budgets()
+    model, budgets, backend = workload.load_weights(args.model), workload.budgets(), workload.backend_of(args)
+    budgets |= {name: value for name in _BUDGET_OPTIONS if (value := getattr(args, name)) is not None}
     trace = workload.load_trace(args.trace)
     prompts = workload.prompts_of(trace, model.config.vocab_size)
     compiles = workload.Compiles()
     found = []
     for slots in args.slots or budgets["serving_slots"]:
-        found.append(_budget(model, budgets, trace, prompts, slots, args.passes, compiles))
-    single = _single_stream(model, budgets, max(3, args.passes))
+        found.append(_budget(model, backend, budgets, trace, prompts, slots, args.passes, compiles))
+    single = _single_stream(model, backend, budgets, max(3, args.passes))
     broken = [r["slots"] for r in found if r["leaked"] or r["compiles"] or r["programs"] > 7 or r["overhead"] > 1.14]
     return {"model": args.model, "trace": args.trace, "single_stream": single, "rows": found, "broken": broken}
 
 
 def _budget(
-    model: Any, budgets: dict, trace: list, prompts: list, slots: int, passes: int, compiles: workload.Compiles
+    model: Any,
+    backend: Any,
+    budgets: dict,
+    trace: list,
+    prompts: list,
+    slots: int,
+    passes: int,
+    compiles: workload.Compiles,
 ) -> dict[str, Any]:
     new = [arrival.output_tokens for arrival in trace]
-    arm = _paged(model, budgets, slots)
+    arm = _paged(model, backend, budgets, slots)
     arms = {
         "paged": lambda: workload.timed(lambda: arm.run(trace, prompts)),
         "dense": lambda: workload.timed(lambda: run_all(_dense(model, budgets, slots), prompts, new)),
@@ -80,10 +95,11 @@ def _budget(
         "compiles": compiles.count - before,
         "same_tokens": sum(paged[0].tokens[n] == dense[0].tokens[n] for n in range(len(trace))),
         "requests": len(trace),
+        "overlap": paged[-1].overlap.lines(),
     }
 
 
-def _paged(model: Any, budgets: dict, slots: int) -> workload.PagedArm:
+def _paged(model: Any, backend: Any, budgets: dict, slots: int) -> workload.PagedArm:
     return workload.PagedArm(
         model,
         pages=slots * budgets["slot_tokens"] // budgets["tokens_per_page"],
@@ -91,6 +107,7 @@ def _paged(model: Any, budgets: dict, slots: int) -> workload.PagedArm:
         max_request_tokens=budgets["slot_tokens"],
         max_step_tokens=budgets["max_step_tokens"],
         tokens_per_page=budgets["tokens_per_page"],
+        backend=backend,
     )
 
 
@@ -98,9 +115,9 @@ def _dense(model: Any, budgets: dict, slots: int) -> DenseEngine:
     return DenseEngine(model, slots=slots, max_len=budgets["slot_tokens"], max_step_tokens=budgets["max_step_tokens"])
 
 
-def _single_stream(model: Any, budgets: dict, passes: int) -> dict[str, Any]:
+def _single_stream(model: Any, backend: Any, budgets: dict, passes: int) -> dict[str, Any]:
     prompts = workload.prompts_of([SINGLE], model.config.vocab_size)
-    arm, engine = _paged(model, budgets, 4), _dense(model, budgets, 4)
+    arm, engine = _paged(model, backend, budgets, 4), _dense(model, budgets, 4)
     arms = {
         "paged": lambda: workload.timed(lambda: arm.run([SINGLE], prompts)),
         "dense": lambda: workload.timed(lambda: run_all(engine, prompts, [SINGLE.output_tokens])),
@@ -162,6 +179,7 @@ def lines(figures: Figures) -> list[str]:
             f"{row['programs']} programs, {row['compiles']} compiled in measured passes, {row['leaked']} pages leaked; "
             f"{row['same_tokens']} of {row['requests']} requests got the same tokens in both arms"
         )
+        out += [f"  paged, last pass: {line}" for line in row.get("overlap", ())]
     s = figures["single_stream"]
     out.append(
         f"single stream: paged {Spread(**s['paged']['tokens_per_s']).text()} tokens/s, dense "

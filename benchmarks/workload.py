@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks.decode_step import LLAMA_8B, llama_config
+from paged import get_backend
 from paged.backends.protocol import AttentionBackend
 from paged.common import AttentionSpec, CacheNamespace, StorageLayout
 from paged.common.page_table import pages_for
 from paged.control import ControlPlane, Driver, PrefixIndex, ShapeLadders
 from paged.control.timeline import Timeline
 from paged.control.trace import Arrival, read_trace
-from paged.engine import DeviceRunner, Runtime
+from paged.engine import DeviceRunner, Overlap, Runtime
 from paged.models import Decoder, DecoderConfig, random_decoder
 
 TRACES = Path(__file__).with_name("traces")
@@ -42,19 +44,30 @@ dispatch."""
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """`--model`, for `load_weights`."""
+    """`--model`, for `load_weights`, and who computes attention, for `backend_of`."""
     parser.add_argument(
-        "--model", default="small", help="small (random, 16M weights), or what load_model takes (small)"
+        "--model",
+        default="small",
+        help="small (random, 16M weights), 8b (random bfloat16, Llama-3.1-8B sizes), or what load_model takes (small)",
     )
+    parser.add_argument("--backend", default="xla", help="who computes the paged arm's attention (xla)")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend")
 
 
 def load_weights(name: str) -> Decoder:
-    """The random model, or a checkpoint by name or path, in float32."""
+    """A random model (`small` in float32, `8b` in bfloat16), or a checkpoint by name or path, in float32."""
     if name == "small":
         return random_decoder(SMALL, jax.random.key(0))
+    if name == "8b":
+        return random_decoder(llama_config(LLAMA_8B), jax.random.key(0), "bfloat16")
     from paged.models.checkpoint import load_model
 
     return load_model(name, dtype="float32").model
+
+
+def backend_of(args: argparse.Namespace) -> AttentionBackend:
+    """The backend that `add_model_argument`'s options name."""
+    return get_backend(args.backend, **dict(pair.split("=", 1) for pair in args.option))
 
 
 def load_trace(name: str) -> list[Arrival]:
@@ -94,7 +107,10 @@ class Compiles:
 
 
 class Pass(NamedTuple):
-    """One run of a trace by one arm. Times in seconds; `overhead`: slots of held pages over tokens in the cache."""
+    """One run of a trace by one arm. Times in seconds; `overhead`: slots of held pages over tokens in the cache.
+
+    `overlap`: how long host and device waited for each other.
+    """
 
     seconds: float
     tokens: dict[int, tuple[int, ...]]
@@ -109,6 +125,7 @@ class Pass(NamedTuple):
     prefill_tokens: int
     prefix_tokens: int
     samples: list[dict[str, float]]
+    overlap: Overlap
 
     @property
     def tokens_per_s(self) -> float:
@@ -145,7 +162,7 @@ class PagedArm:
             max_rows=max_requests,
             max_tokens=max_step_tokens,
             max_kv_len=max_request_tokens,
-            min_rows=min(8, max_requests),
+            min_rows=min(max(8, max_requests // 4), max_requests),
             min_tokens=max_step_tokens,
             min_kv_len=max_request_tokens,
         )
@@ -195,6 +212,8 @@ class PagedArm:
         running_s = held = live = 0.0
         peak = number_of_steps = 0
         samples: list[dict[str, float]] = []
+        runner.traces.clear()
+        runner.rest()
         began = time.perf_counter()
 
         def due(number: int, arrival: Arrival, now: float) -> bool:
@@ -248,6 +267,7 @@ class PagedArm:
             prefill_tokens=driver.counters.prefill_tokens,
             prefix_tokens=driver.counters.prefix_tokens,
             samples=samples,
+            overlap=Overlap.of(runner.traces),
         )
 
     @staticmethod
