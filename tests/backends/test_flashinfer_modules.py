@@ -1,6 +1,7 @@
 """Finding, checking and naming compiled modules; nothing here needs a GPU, nvcc or FlashInfer."""
 
 import json
+import shutil
 
 import pytest
 
@@ -61,6 +62,22 @@ def test_every_option_is_in_the_name():
 def test_the_key_follows_spec_architecture_and_version():
     keys = {build.module_key(s, a, v) for s in (SPEC, ModuleSpec("append")) for a in ("9.0a", "8.0") for v in "12"}
     assert len(keys) == 8
+
+
+def test_the_key_follows_the_sources_that_go_into_a_module_and_no_others(monkeypatch, tmp_path):
+    with_producer = ModuleSpec("prefill_sm90")
+    others = [ModuleSpec("prefill_sm90", head_dim=256), ModuleSpec("prefill", out="float32"), SPEC]
+
+    def keys():
+        return [build.module_key(spec, "9.0a", "1") for spec in (with_producer, *others)]
+
+    before = keys()
+    shutil.copytree(build.HOPPER, tmp_path / "hopper")
+    monkeypatch.setattr(build, "HOPPER", tmp_path / "hopper")
+    assert keys() == before
+    (tmp_path / "hopper" / "paged_prefill.cuh").write_text("// another producer")
+    assert keys()[0] != before[0]
+    assert keys()[1:] == before[1:]
 
 
 def test_missing_sources_and_compiler_are_named(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged.backends.flashinfer import FlashInferBackend, plan
+from paged.backends.flashinfer import FlashInferBackend, backend, plan
 from paged.backends.metadata import table_arrays
 from paged.backends.protocol import Rung
 from paged.common import AttentionSpec, build_page_table
@@ -152,6 +152,14 @@ def test_fa3_covers_every_tile_of_the_longer_rows_once(name):
         assert columns["kv_len"][i] == table.kv_lens[row]
     longer = [r for r in range(8) if table.query_lens[r] > 1 and table.kv_lens[r] > 0]
     assert set(found) == {(r, i) for r in longer for i in range(-(-int(table.query_lens[r]) // 128))}
+    # The kernel's schedule finds tile number `rank` of the order of falling cost like this.
+    at_rank = [work[rank % static.ctas] + rank // static.ctas for rank in range(work[-1])]
+    assert sorted(at_rank) == list(range(work[-1]))
+    cost = []
+    for i in at_rank:
+        end = columns["kv_len"][i] - columns["query_len"][i] + (columns["tile"][i] + 1) * 128
+        cost.append(min(end, columns["kv_len"][i]))
+    assert cost == sorted(cost, reverse=True)
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 8])
@@ -205,6 +213,20 @@ def test_a_rung_without_the_geometry_of_heads_is_refused():
     table, _ = step("decode")
     with pytest.raises(InvalidInputError, match="group_size"):
         FlashInferBackend(sm_count=7).static_plan(Rung.of(table), AttentionSpec(scale=1.0))
+
+
+def test_a_number_of_multiprocessors_unlike_the_device_s_is_refused_where_a_gpu_is(monkeypatch):
+    """FA3's grid is the device's, whatever the plan says: a plan for another one would be read past its end."""
+    _, rung = step("mixed")
+    spec = AttentionSpec(scale=1.0)
+    assert FlashInferBackend(sm_count=78).static_plan(rung, spec).ctas == 78  # lowering without a device
+    monkeypatch.setattr(backend, "_sm_count", lambda: 132)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert FlashInferBackend().static_plan(rung, spec).ctas == 132
+    assert FlashInferBackend(sm_count=132).static_plan(rung, spec).ctas == 132
+    with pytest.raises(InvalidInputError, match=r"sm_count=78, but this device has 132 SMs. Leave it out"):
+        FlashInferBackend(sm_count=78).static_plan(rung, spec)
+    assert FlashInferBackend(sm_count=78, prefill="fa2").static_plan(rung, spec).ctas == 0
 
 
 def test_a_rung_of_single_tokens_has_no_prefill():

@@ -26,6 +26,8 @@ from paged.common.errors import BackendUnavailableError, InvalidInputError
 CSRC = pathlib.Path(__file__).parent / "csrc"
 KERNELS = CSRC.parent / "kernels"
 """The kernels that are this project's own: modules of kind `paged`."""
+HOPPER = CSRC.parent / "hopper"
+"""This project's producer and schedule around FlashInfer's FA3 consumer."""
 MANIFEST = "manifest.json"
 
 _FLAGS = [
@@ -49,6 +51,27 @@ _TWO_MASKS = """#undef DISPATCH_MASK_MODE
   if (mask_mode == MaskMode::kCausal) { constexpr MaskMode MASK_MODE = MaskMode::kCausal; __VA_ARGS__ } \\
   else { TVM_FFI_ICHECK(mask_mode == MaskMode::kNone); constexpr MaskMode MASK_MODE = MaskMode::kNone; __VA_ARGS__ }
 #define DISPATCH_context"""
+
+# Query and key tiles of FA3 by head dim, with this project's producer; other head dims take FlashInfer's whole.
+_TILES = {128: (128, 128)}
+_PAGED_PREFILL = """#include "paged_prefill.cuh"
+#include "batch_prefill_sm90_config.inc"
+
+namespace flashinfer {
+template <>
+cudaError_t BatchPrefillWithPagedKVCacheDispatched<{d}, {d}, {mask}, {window}, true, {variant}, PagedParams>(
+    PagedParams& params, bool, cudaStream_t stream) {
+  using Traits = AttentionKernelTraits<false, {d}, {d}, {queries}, {keys}, 2, PagedParams::DTypeQ, PagedParams::DTypeKV,
+                                       PagedParams::DTypeO, PagedParams::IdType, {variant}>;
+  return paged_prefill<Traits, {window}, {mask} == MaskMode::kCausal>(params, stream);
+}
+template <>
+cudaError_t BatchPrefillWithPagedKVCacheDispatched<{d}, {d}, {mask}, {window}, false, {variant}, PagedParams>(
+    PagedParams&, bool, cudaStream_t) {
+  return cudaErrorNotSupported;  // plans of this project are the same for all heads
+}
+}  // namespace flashinfer
+"""
 
 _MASKS = ("MaskMode::kNone", "MaskMode::kCausal")
 
@@ -149,9 +172,17 @@ def _built(manifest: dict, spec: ModuleSpec, directory: pathlib.Path) -> str | N
 def module_key(spec: ModuleSpec, arch: str, version: str) -> str:
     """What a compiled module depends on: the spec, the architecture, FlashInfer's version, our adapters and flags."""
     digest = hashlib.sha256(repr((spec, arch, version, _FLAGS, _ONE_HEAD_DIM, _TWO_MASKS)).encode())
-    for file in sorted((KERNELS if spec.kind == "paged" else CSRC).iterdir()):
+    files = sorted((KERNELS if spec.kind == "paged" else CSRC).iterdir())
+    if _own_producer(spec):
+        digest.update(repr((_TILES[spec.head_dim], _PAGED_PREFILL)).encode())
+        files += sorted(HOPPER.iterdir())
+    for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _own_producer(spec: ModuleSpec) -> bool:
+    return spec.kind == "prefill_sm90" and spec.head_dim in _TILES
 
 
 def sha256(file: pathlib.Path) -> str:
@@ -237,7 +268,18 @@ def _generate(spec: ModuleSpec, sources: Sources, where: pathlib.Path) -> list[p
     config = render(f"{stem}_customize_config.jinja").replace("#define DISPATCH_context", _TWO_MASKS, 1)
     write(f"{stem}_config.inc", config)
     template = "batch_prefill_paged_sm90_kernel_inst.jinja" if hopper else "batch_prefill_paged_kernel_inst.jinja"
-    kernels = [write(f"kernel{i}.cu", head + render(template, mask_mode=mask)) for i, mask in enumerate(_MASKS)]
+
+    def kernel(mask: str) -> str:
+        if not _own_producer(spec):
+            return head + render(template, mask_mode=mask)
+        text, (queries, keys) = _PAGED_PREFILL, _TILES[spec.head_dim]
+        words = {"d": spec.head_dim, "mask": mask, "queries": queries, "keys": keys}
+        words |= {"window": values["use_sliding_window"], "variant": values["variant_name"]}
+        for name, value in words.items():
+            text = text.replace(f"{{{name}}}", str(value))
+        return text
+
+    kernels = [write(f"kernel{i}.cu", kernel(mask)) for i, mask in enumerate(_MASKS)]
     entry = csrc / ("batch_prefill_sm90.cu" if hopper else "batch_prefill_paged.cu")
     return [*kernels, entry, CSRC / ("adapter_prefill_sm90.cu" if hopper else "adapter_prefill.cu")]
 
@@ -246,7 +288,7 @@ def _includes(sources: Sources, where: pathlib.Path) -> list[str]:
     import tvm_ffi  # pyright: ignore[reportMissingImports]
 
     root = sources.root
-    out = [f"-I{where}", f"-I{CSRC}"]
+    out = [f"-I{where}", f"-I{CSRC}", f"-I{HOPPER}"]
     out += [f"-I{root / 'cccl' / part}" for part in ("cub", "libcudacxx/include", "thrust")]
     system = [tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path()]
     system += [root / p for p in ("include", "csrc", "cutlass/include", "cutlass/tools/util/include", "spdlog/include")]
