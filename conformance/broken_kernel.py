@@ -35,6 +35,7 @@ FLAWS = (
     "chunk_splits",
     "shard_splits",
     "empty_split_nan",
+    "sink_not_rescaled",
     "nondeterministic",
 )
 """Names of the flaws, which are mutants of `conformance.mutants`."""
@@ -158,6 +159,9 @@ def _merge(parts: Any, sinks: Any, live: Any, flaw: str | None, shape: tuple[int
     share = [jnp.exp(p[0] - base) for p in parts]
     total = sum(w * p[1] for w, p in zip(share, parts))
     out = sum(w[..., None] * p[2] for w, p in zip(share, parts))
+    if flaw == "sink_not_rescaled":  # the accumulator stays relative to the largest logit, the sum follows the sink
+        own = jnp.stack([p[0] for p in parts]).max(0)
+        out = out * jnp.exp(base - jnp.where(jnp.isfinite(own), own, base))[..., None]
     if sinks is not None:
         total = total + jnp.exp(sinks - base)
     some = live[:, None, None] & (total != 0)

@@ -20,7 +20,7 @@ from conformance.canonical import digest, dumps
 from conformance.case import STATUSES, Case, Result
 from conformance.catalogue import SELECTIONS, Catalogue
 from conformance.coverage import untouched
-from conformance.needs import unmet
+from conformance.needs import required, unmet
 from conformance.waivers import UNWAIVABLE_TIERS
 from paged.common import Capabilities, Range
 from paged.common.errors import InvalidInputError
@@ -316,7 +316,7 @@ def _contradictions(entry: Mapping[str, Any], case: Case, claimed: Capabilities 
             out.append(f"has {name} {entry.get(name)!r}, the catalogue says {value!r}")
     status = entry["status"]
     if claimed is not None:
-        missing = unmet(case.needs, claimed)
+        missing = unmet(required(case), claimed)
         if missing and status != "not-claimed":
             out.append(f"is {status!r}, but the claims lack what it needs: {', '.join(missing)}")
         if status == "not-claimed" and not missing:

@@ -576,4 +576,5 @@ FAULTS["copy_in_turn"] = Fault(copy=_copy_in_turn)
 for _name in broken_kernel.FLAWS:
     FAULTS[_name] = Fault(attend=broken_kernel.host(_name), numerics="N0+xla")
 
-from conformance import faults_devices, faults_geometry, faults_steps  # noqa: E402, F401 (each adds its own)
+from conformance import faults_devices, faults_geometry, faults_steps  # noqa: E402, F401, I001 (each adds its own)
+from conformance import faults_gated  # noqa: E402, F401 (of all the others, so it comes last)

@@ -25,7 +25,8 @@ KINDS = ("movement", "address", "census", "ladder", "bounds", "itself", "sharded
 """Columns, by what a case looks at; `bounds` are the families of certified rounding."""
 
 DECIDING = (
-    *("mutants.py", "faults.py", "faults_devices.py", "faults_geometry.py", "faults_steps.py", "broken_kernel.py"),
+    *("mutants.py", "faults.py", "faults_devices.py", "faults_gated.py", "faults_geometry.py", "faults_steps.py"),
+    "broken_kernel.py",
     *("runner.py", "relations.py", "serving.py", "structure.py", "judge.py", "bounds.py", "oracle.py"),
     *("diagnose.py", "diagnose_moves.py", "hypotheses.py", "suspects.py", "averages.py", "lse_causes.py", "fitting.py"),
 )

@@ -43,6 +43,7 @@ MUTANTS: dict[str, Mutant] = {
         Mutant("no_sinks", "attend.1", "ignores the sinks"),
         Mutant("sinks_scaled", "attend.1", "multiplies the sinks by the scale"),
         Mutant("sink_per_split", "attend.1", "counts the sink once in each of two splits"),
+        Mutant("sink_not_rescaled", "attend.1", "lets a sink above the largest logit into the denominator only"),
         Mutant("gqa_modulo", "attend.6", "lets query head h read KV head h mod KV heads"),
         Mutant("v_head0", "attend.6", "takes all values from KV head 0"),
         Mutant("k_as_v", "attend.1", "uses keys as values"),
@@ -112,6 +113,47 @@ MUTANTS: dict[str, Mutant] = {
         Mutant("nondeterministic", "invariant.1", "sums in another order every other time"),
     )
 }
+
+GATED: dict[str, tuple[str, ...]] = {
+    "single": (
+        *("double_scale", "scale_bf16", "last_page_len_minus_1", "reads_padding"),
+        *("window_plus_1", "window_minus_1", "no_window", "window_last_of_group"),
+        *("no_soft_cap", "cap_before_scale", "mask_before_cap", "lse_base2_under_cap"),
+        *("no_sinks", "sinks_scaled", "sink_per_split", "sink_not_rescaled"),
+        *("key_scale_ignored", "value_scale_ignored", "key_scale_twice", "fnuz_as_fn"),
+        *("gqa_modulo", "v_next_slot", "sorted_pages", "stale_table", "row0_table", "page_base_missing"),
+        *("page_id_16_bits", "shared_page_once", "rows_without_tokens_shift", "full_last_page_empty"),
+        *("lse_base2", "empty_row_lse", "padding_not_zeroed", "nan_times_zero", "accumulator_not_rescaled"),
+        *("append_slot_off_by_one", "append_padding_wraps", "append_keys_only"),
+    ),
+    "several": ("no_window", "no_soft_cap", "append_slot_off_by_one"),
+    "single_narrow": ("double_scale", "no_window"),
+    "single_wide_page": ("value_scale_twice", "no_soft_cap"),
+    "single_long": ("unweighted_merge", "no_window"),
+    "single_row": ("window_plus_1",),
+    "single_8_bit": ("no_sinks", "no_soft_cap"),
+    "single_window": ("no_soft_cap", "no_sinks"),
+}
+"""Which steps a fault is confined to, see `conformance.faults_gated` -> faults that are mutants of their own so."""
+
+_ONLY = {
+    "single": "in steps of single tokens only",
+    "several": "only where a row may feed several tokens",
+    "single_narrow": "in steps of single tokens with fewer than 128 elements a head",
+    "single_wide_page": "in steps of single tokens with pages of 64 tokens or more",
+    "single_long": "in steps of single tokens whose rows may have more than 512",
+    "single_row": "in steps of one token in all",
+    "single_8_bit": "in steps of single tokens over pools of 8 bits",
+    "single_window": "in steps of single tokens with a window",
+}
+
+
+def _confined(name: str, gate: str) -> Mutant:
+    found = MUTANTS[name]
+    return Mutant(f"{name}_{gate}", found.clause, f"{found.breaks}, {_ONLY[gate]}")
+
+
+MUTANTS.update((m.name, m) for gate, names in GATED.items() for m in [_confined(name, gate) for name in names])
 
 
 def verdicts(names: Sequence[str], runs: Iterable[tuple[str, Case, Result]]) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from conformance.case import Case
 from paged.common import Capabilities
 from paged.common.capabilities import FEATURES, PROMISES, REGIMES
 from paged.common.errors import InvalidInputError
@@ -23,6 +24,18 @@ _VALUED: dict[str, Callable[[Capabilities, str], bool]] = {
     "pool_bytes": lambda c, v: int(v) <= c.max_pool_bytes,
 }
 _CHOICES = {"promise": PROMISES, "regime": REGIMES}
+
+
+def required(case: Case) -> tuple[str, ...]:
+    """The case's `needs`, with the kind of batch as a backend meets it: by the bound of the rung, not by the rows.
+
+    A step of single tokens in a rung whose `max_query_len` is above 1 is run by the kernels for mixed batches, so it
+    asks nothing of a declaration of `decode`; only a step in a rung of bound 1 does.
+    """
+    rung, ladder = case.params.get("rung"), case.params.get("ladder")
+    if "decode" not in case.needs or not rung or rung["max_query_len"] <= 1 or ladder:
+        return case.needs
+    return tuple(sorted({*case.needs, "mixed"} - {"decode"}))
 
 
 def unmet(needs: Iterable[str], capabilities: Capabilities) -> list[str]:

@@ -17,7 +17,7 @@ from conformance.environment import all_devices, current_device
 from conformance.execute import ReplicaError
 from conformance.formats import is_nan
 from conformance.judge import expectation, judge_attend, judge_move
-from conformance.needs import unmet
+from conformance.needs import required, unmet
 from conformance.relations import PADDING, Call, Mesh
 from conformance.vectors import Trace, Vector, generate
 from paged.backends.protocol import AttentionBackend
@@ -45,7 +45,7 @@ class Session:
     def run(self, case: Case) -> Result:
         """The result of one case; never raises but for an interruption from outside."""
         try:
-            if missing := unmet(case.needs, self.backend.capabilities):
+            if missing := unmet(required(case), self.backend.capabilities):
                 return Result(id=case.id, status="not-claimed", diagnosis=f"needs {', '.join(missing)}")
             self._require_platform()
             return self._run(case)

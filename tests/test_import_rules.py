@@ -18,7 +18,7 @@ CHECKPOINTS = ("safetensors", "gguf", "tokenizers")
 ENGINE = (*ARRAYS, *CHECKPOINTS, "paged.reference", "paged.backends", "paged.models", "paged.control")
 RUNNERS = (
     *("runner", "relations", "mutants", "execute", "structure", "worker", "environment"),
-    *("faults", "faults_devices", "faults_geometry", "faults_steps", "broken_kernel", "serving"),
+    *("faults", "faults_devices", "faults_gated", "faults_geometry", "faults_steps", "broken_kernel", "serving"),
     *("executors", "kits.run", "kits.aiter"),
 )
 COMMANDS = ("command", "assemble", "supervisor", "freeze", "killmatrix")

@@ -97,6 +97,17 @@ def mapping(fields: Mapping[str, Check]) -> Check:
     return check
 
 
+def several(check: Check, *, most: int) -> Check:
+    """A list of at most `most` values that `check` takes."""
+
+    def checked(name: str, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)) or not 0 < len(value) <= most:
+            raise InvalidInputError(f"params.{name} must be a list of 1 to {most}, got {value!r:.80}.")
+        return tuple(check(f"{name}[{i}]", v) for i, v in enumerate(value))
+
+    return checked
+
+
 def triples(name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
     """A list of at most 64 [row, row, count]."""
     if not isinstance(value, (list, tuple)) or len(value) > 64:
@@ -124,13 +135,13 @@ _GEOMETRY = {
     "layers": Param(integer(1, 64), 1),
     "layer": Param(integer(0, 63), 0),
 }
-_RUNG = mapping(
+RUNG = mapping(
     {"rows": _COUNT, "tokens": _COUNT, "listed_pages": _COUNT, "max_query_len": _COUNT, "max_kv_len": _COUNT}
 )
 ROWS: Mapping[str, Param] = {
     "query_lens": Param(integers(0, 4096, most=256)),
     "kv_lens": Param(integers(0, 1 << 16, most=256)),
-    "rung": Param(optional(_RUNG), None),
+    "rung": Param(optional(RUNG), None),
     "page_order": Param(one_of("shuffled", "descending", "high", "strided"), "shuffled"),
     "share": Param(optional(triples), None),
 }

@@ -20,7 +20,18 @@ from conformance.case import AttendProblem
 from conformance.formats import encode
 from conformance.stream import Stream
 from conformance.vectors.address import GAP, digit_base
-from conformance.vectors.params import ATTEND, MAX_LOGITS, MAX_POOL_ELEMENTS, Param, one_of, refuse, validate
+from conformance.vectors.params import (
+    ATTEND,
+    MAX_LOGITS,
+    MAX_POOL_ELEMENTS,
+    RUNG,
+    Param,
+    one_of,
+    optional,
+    refuse,
+    several,
+    validate,
+)
 from conformance.vectors.pools import poison_words, sinks_of, spec_of, visible_range
 from conformance.vectors.script import MAX_LETTERS, Engine, Row, Step, parse
 from conformance.vectors.vector import Facts, Operation, Trace, TraceStep, Vector
@@ -35,6 +46,7 @@ SCHEMA = {
     "family": Param(one_of("address", "generic")),
     "reuse": Param(one_of("scrub", "poison", "stale"), "scrub"),
     "script": Param(parse),
+    "ladder": Param(optional(several(RUNG, most=8)), None),
 }
 FIELDS = ("request", "position", "head", "layer")
 
@@ -44,11 +56,19 @@ def trace(case_id: str, params: Mapping[str, Any], poison: str) -> Vector:
 
     `reuse` says what a freed page holds until its next owner writes: `poison`; `stale`, the bits of its last owner; or
     `scrub`, zeros, the backend's `scrub` having cleared it before the step.
+
+    Every step is padded to the first rung of `ladder` that holds it, as an engine chooses its programs, and to `rung`
+    if none does; without a ladder all have the one shape. Only a step whose rows feed one token each, or none, fits a
+    rung with `max_query_len` 1.
     """
     p = validate(params, SCHEMA)
     refuse(p, "a trace", "value_head_dim")
     if p["rung"] is None:
         raise InvalidInputError("params.rung must be given: an engine's steps share a shape.")
+    for i, rung in enumerate(p["ladder"] or ()):
+        for name, most in p["rung"].items():
+            if rung[name] > most:
+                raise InvalidInputError(f"params.ladder[{i}].{name} = {rung[name]} is above params.rung's, {most}.")
     return Vector(family="trace", problem=_Trace(case_id, {**p, "causal": True}, poison).play())
 
 
@@ -91,7 +111,8 @@ class _Trace:
             pages=[list(row.pages) for row in plan.rows],
             tokens_per_page=p["page"],
             num_pages=p["num_pages"],
-        ).pad(**p["rung"])
+        )
+        table = table.pad(**_rung_of(p, table))
         layers = tuple(self._layer(plan, table, layer, index) for layer in range(p["layers"]))
         names = [row.request.key(i) for row in plan.rows for i in range(row.length - row.fed, row.length)]
         return TraceStep(text=plan.text, operations=operations, layers=layers, tokens=tuple(names))
@@ -253,6 +274,19 @@ class _Address:
                 heads.append(np.stack(columns, axis=-1))
             self._values[letter, layer] = np.stack(heads, axis=1).astype(np.float64)
         return self._values[letter, layer]
+
+
+def _rung_of(p: Mapping[str, Any], table: PageTable) -> Mapping[str, int]:
+    """The first rung that holds the step."""
+    have = {
+        "rows": table.num_rows,
+        "tokens": table.num_tokens,
+        "listed_pages": len(table.page_ids),
+        "max_query_len": table.max_query_len,
+        "max_kv_len": table.max_kv_len,
+    }
+    fits = (rung for rung in p["ladder"] or () if all(have[name] <= rung[name] for name in have))
+    return next(fits, p["rung"])
 
 
 def _digits(limit: int, base: int) -> int:
