@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from conformance.case import Case
-from conformance.needs import unmet
+from conformance.needs import required, unmet
 from paged.common import Capabilities
 from paged.common.capabilities import FEATURES
 
@@ -26,7 +26,7 @@ def select(cases: Sequence[Case], declared: Capabilities) -> tuple[Case, ...]:
 
     Where it claims none of them, the cases marked `quick`, which will say what is missing.
     """
-    left = {case.id: (case, frozenset(strata(case))) for case in cases if not unmet(case.needs, declared)}
+    left = {case.id: (case, frozenset(strata(case))) for case in cases if not unmet(required(case), declared)}
     if not left:
         return tuple(case for case in cases if case.quick)
     wanted = frozenset().union(*(have for _, have in left.values()))
