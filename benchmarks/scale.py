@@ -8,6 +8,8 @@ What one run does, in this order, each part by name in `--parts`:
   more devices than there are count as not claimed.
 - `bits`: the logits of the same step over 1 device and over `--shards`, for a geometry small enough to lie on one.
   Equal logits are not promised (partial sums meet in an all-reduce); equal pools of the first layer are.
+- `mesh`: the same over two-dimensional meshes of all devices, tensor × fsdp, where every fsdp row holds the pool whole:
+  replicas of a shard are equal bit for bit, in all layers, and stay where they are.
 - `step`: decode steps at batch 1, 16 and 64 with a context of 1024, queued as an engine queues them. Weights are
   random, drawn on the devices, never whole on one; the pool is built sharded. The floor of a step is (weights + KV) of
   one device / copy bandwidth, plus two all-reduces a layer of the size and dtype that the compiled step holds,
@@ -33,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from benchmarks.decode_step import STEPS, DecodeStep, llama_config, queued
+from benchmarks.decode_step import LLAMA_8B, STEPS, DecodeStep, llama_config, queued
 from benchmarks.kernel import copy_bandwidth
 from paged import KvSharding, get_backend
 from paged.engine import OfflineEngine, SamplingParams
@@ -53,6 +55,7 @@ SIZES = {
         "max_positions": 131072,
         "eos": (128001,),
     },
+    "8b": LLAMA_8B,
     "small": {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -65,10 +68,18 @@ SIZES = {
         "eos": (2,),
     },
 }
-CAPACITY = {"70b": (16 * 2048, (1024, 2048), 48), "small": (16 * 64, (64, 128), 24)}
+CAPACITY = {
+    "70b": (16 * 2048, (1024, 2048), 48),
+    "8b": (16 * 2048, (1024, 2048), 48),
+    "small": (16 * 64, (64, 128), 24),
+}
 """Tokens that the pool holds, mean lengths, and requests of each."""
 
-BATCHES = {"70b": ((1, 1024), (16, 1024), (64, 1024)), "small": ((1, 64), (4, 64))}
+BATCHES = {
+    "70b": ((1, 1024), (16, 1024), (64, 1024)),
+    "8b": ((1, 1024), (16, 1024), (64, 1024)),
+    "small": ((1, 64), (4, 64)),
+}
 
 
 def config_of(geometry: str) -> DecoderConfig:
@@ -76,10 +87,12 @@ def config_of(geometry: str) -> DecoderConfig:
     return llama_config(SIZES[geometry])
 
 
-def sharding_over(shards: int) -> KvSharding:
-    """KV heads over the first `shards` devices."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:shards]), ("tensor",))
-    return KvSharding(mesh, ("tensor",))
+def sharding_over(shards: int, replicas: int = 1) -> KvSharding:
+    """KV heads over the first `shards` × `replicas` devices, each shard on `replicas` of them."""
+    devices = np.array(jax.devices()[: shards * replicas]).reshape(replicas, shards)
+    if replicas == 1:
+        return KvSharding(jax.sharding.Mesh(devices[0], ("tensor",)), ("tensor",))
+    return KvSharding(jax.sharding.Mesh(devices, ("fsdp", "tensor")), ("tensor",))
 
 
 def all_reduce(sharding: KvSharding, shape: tuple[int, int], dtype: str, count: int, options: dict) -> float:
@@ -146,27 +159,56 @@ def measure_steps(args, backend, sharding: KvSharding) -> list[dict[str, object]
 
 
 def compare_bits(args, backend, sharding: KvSharding) -> dict[str, object]:
-    """Part `bits`: one step of the small geometry over one device and over the mesh, from equal weights."""
-    config = config_of("small")
-    steps = [
-        DecodeStep(
-            random_decoder(config, jax.random.key(1), args.dtype, s), backend, 4, 64, dtype=args.dtype, sharding=s
-        )
-        for s in (sharding_over(1), sharding)
-    ]
-    for step in steps:
-        step(step.tokens)
-    one, many = (np.asarray(step.logits) for step in steps)
-    # Page 0 takes what padding writes; pages of the first layer see no all-reduce before them.
-    pages = range(1, steps[0].pool.layout.num_pages)
-    equal = all(
-        np.array_equal(a[0].view(np.uint8), b[0].view(np.uint8))
-        for page in pages
-        for a, b in zip(steps[0].pool.read(page), steps[1].pool.read(page))
-    )
-    result = {"first_layer_pool_equal": equal, "largest_logit_difference": float(np.abs(one - many).max())}
+    """Part `bits`: one step of the small geometry over one device and over the mesh, from equal weights and pools."""
+    many = _small_step(args, backend, sharding)
+    result = _against_one(_small_step(args, backend, sharding_over(1)), many)
     print(f"small geometry, 1 against {sharding.mesh.size} devices: {result}", flush=True)
     return result
+
+
+def compare_meshes(args, backend, devices: int) -> list[dict[str, object]]:
+    """Part `mesh`: a step of 4 KV heads over every tensor × fsdp mesh of the devices, beside one device."""
+    one, found = _small_step(args, backend, sharding_over(1), num_kv_heads=4), []
+    for replicas in range(2, devices + 1):
+        shards = devices // replicas
+        if shards * replicas != devices or 4 % shards:
+            continue
+        step = _small_step(args, backend, sharding_over(shards, replicas), num_kv_heads=4)
+        row = {"tensor": shards, "fsdp": replicas, **_against_one(one, step)}
+        before = step.pool.addresses()
+        step.step()
+        row["replicas_equal"] = all(_replicas_equal(leaf) for leaf in jax.tree.leaves(step.pool.arrays))
+        row["in_place"] = before == step.pool.addresses()
+        found.append(row)
+        print(f"small geometry of 4 KV heads: {row}", flush=True)
+    return found
+
+
+def _small_step(args, backend, sharding: KvSharding, **sizes: int) -> DecodeStep:
+    """A step of the small geometry, run once."""
+    config = llama_config(SIZES["small"], **sizes)
+    model = random_decoder(config, jax.random.key(1), args.dtype, sharding)
+    step = DecodeStep(model, backend, 4, 64, dtype=args.dtype, sharding=sharding)
+    step.step()
+    return step
+
+
+def _against_one(one: DecodeStep, many: DecodeStep) -> dict[str, object]:
+    # Page 0 takes what padding writes; pages of the first layer see no all-reduce before them.
+    equal = all(
+        np.array_equal(a[0].view(np.uint8), b[0].view(np.uint8))
+        for page in range(1, one.pool.layout.num_pages)
+        for a, b in zip(one.pool.read(page), many.pool.read(page))
+    )
+    logits = np.abs(np.asarray(one.logits) - np.asarray(many.logits))
+    return {"first_layer_pool_equal": equal, "largest_logit_difference": float(logits.max())}
+
+
+def _replicas_equal(leaf: jax.Array) -> bool:
+    """Whether all devices that hold the same part of an array hold the same bytes."""
+    seen: dict[str, bytes] = {}
+    parts = [(str(s.index), np.asarray(s.data).tobytes()) for s in leaf.addressable_shards]
+    return all(seen.setdefault(index, data) == data for index, data in parts)
 
 
 def measure_capacity(args, backend, sharding: KvSharding) -> list[dict[str, object]]:
@@ -240,7 +282,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, help="devices over which KV heads lie; by default all")
     parser.add_argument("--geometry", choices=sorted(SIZES), default="70b")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--parts", default="certify,bits,step,capacity")
+    parser.add_argument("--parts", default="certify,bits,mesh,step,capacity")
     parser.add_argument("--certificate", help="where the certificate of part certify goes")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -254,6 +296,8 @@ def main() -> None:
     print(f"{shards} × {jax.devices()[0].device_kind}, {args.backend}, {args.geometry}, {args.dtype}", flush=True)
     if "bits" in parts:
         result["bits"] = compare_bits(args, backend, sharding)
+    if "mesh" in parts:
+        result["mesh"] = compare_meshes(args, backend, len(jax.devices()))
     if "step" in parts:
         result["step"] = measure_steps(args, backend, sharding)
     if "capacity" in parts:
