@@ -16,6 +16,8 @@ import numpy as np
 from paged.common import AttentionSpec, PageTable
 
 LEVELS = ("move", "core", "sharded", "serving", "long")
+DEVICE = "device"
+"""Detail of a result that names the device on which it was made; a certificate has it in every row."""
 STATUSES = ("pass", "fail", "error", "not-claimed", "waived")
 
 

@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from conformance import kits
+from conformance import derived, kits
 from conformance.canonical import digest, dumps
-from conformance.case import STATUSES, Case, Result
+from conformance.case import DEVICE, STATUSES, Case, Result
 from conformance.catalogue import SELECTIONS, Catalogue
 from conformance.coverage import untouched
 from conformance.needs import required, unmet
@@ -98,12 +98,11 @@ def build(
             raise InvalidInputError(f"kit check {lost[0]!r} has no result ({len(lost)} in all). Run the rest first.")
         body["kit"] = [_entry(case, result) for case, result in kit if result is not None]
     executor = executor_of(body)
-    if executor in SCOPES:
-        body["scope"] = f"{SCOPE} {SCOPES[executor]}"
-        if named := re.search(r"gfx[0-9]\w*", dumps(body)):
-            raise InvalidInputError(
-                f"a certificate of the executor {executor!r} would name {named.group(0)!r}, on which nothing ran."
-            )
+    body["scope"] = scope_of(body)
+    if executor in SCOPES and (named := re.search(r"gfx[0-9]\w*", dumps(body))):
+        raise InvalidInputError(
+            f"a certificate of the executor {executor!r} would name {named.group(0)!r}, on which nothing ran."
+        )
     if not complete:
         body["selection"] = {"of": len(wanted) if of is None else of, **selection(body, cases)}
     body["totals"] = totals(body)
@@ -130,8 +129,11 @@ def _entry(case: Case, result: Result) -> dict[str, Any]:
     if result.status != "pass":
         entry["diagnosis"] = result.diagnosis
         entry["broken"] = result.clause
-    if result.details:
-        entry["details"] = dict(result.details)
+    details = dict(result.details)
+    if (device := details.pop(DEVICE, None)) is not None:
+        entry["device"] = device
+    if details:
+        entry["details"] = details
     entry["digest"] = digest(entry)
     return entry
 
@@ -145,6 +147,24 @@ def executor_of(body: Mapping[str, Any]) -> str | None:
     """Who executed the backend's FFI targets; None for a backend that has no vendor's."""
     executor = body["environment"].get("executor")
     return str(executor.get("name")) if isinstance(executor, Mapping) else None
+
+
+def identity(body: Mapping[str, Any]) -> str:
+    """Backend, versions and device in a line."""
+    backend, environment = body["backend"], body["environment"]
+    executor = executor_of(body)
+    where = f"{environment.get('device')} ({environment.get('driver')}, {environment.get('devices')} devices)"
+    parts = [f"{backend.get('entry_point')}, {backend.get('distribution')}", f"on {where}"]
+    parts += [] if executor is None else [f"executed by {executor}"]
+    parts += [f"jax {environment.get('jax')}, python {environment.get('python')}"]
+    parts += [f"suite {body['suite'].get('version')}, level {body['level']}"]
+    return "; ".join(parts)
+
+
+def scope_of(body: Mapping[str, Any]) -> str:
+    """What is claimed, which depends on who executed the backend's targets."""
+    more = SCOPES.get(executor_of(body) or "")
+    return SCOPE if more is None else f"{SCOPE} {more}"
 
 
 def entries(body: Mapping[str, Any]) -> list[Any]:
@@ -248,11 +268,12 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number")
 
 
-def check(data: Mapping[str, Any], catalogue: Catalogue) -> list[str]:
+def check(data: Mapping[str, Any], catalogue: Catalogue, suite: derived.Suite | None = None) -> list[str]:
     """What is wrong with a certificate, most general first; empty if it is sound.
 
     Recomputes every digest, the totals and the verdict, and compares the case list with the catalogue: a missing case
-    is a failure and so is an extra one, since either would let a certificate claim what was never asked.
+    is a failure and so is an extra one, since either would let a certificate claim what was never asked. What else can
+    be derived from other fields, the catalogue or the `suite` that checks is derived (`conformance.derived`).
     """
     body, problems = data["body"], []
     sections = [name for name in SECTIONS if name in body and digest(body[name]) != body["digests"].get(name)]
@@ -266,7 +287,10 @@ def check(data: Mapping[str, Any], catalogue: Catalogue) -> list[str]:
     for name, recomputed in (("totals", totals(body)), ("verdict", verdict(body)), ("certifies", certifies(body))):
         if body[name] != recomputed:
             problems.append(f"{name} is {body[name]!r}, but the cases give {recomputed!r}")
-    return problems + _check_cases(body, catalogue) + _check_kit(body) + _check_state(body)
+    if body["scope"] != (due := scope_of(body)):
+        problems.append(f"scope is {body['scope']!r}, but the executor gives {due!r}")
+    problems += _check_cases(body, catalogue) + _check_kit(body) + _check_state(body)
+    return problems + derived.check(body, catalogue, declared(body["claims"]), suite)
 
 
 def _check_kit(body: Mapping[str, Any]) -> list[str]:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance import assemble, junit, killmatrix, kits, listing, quick, signature
+import paged
+from conformance import assemble, derived, junit, killmatrix, kits, listing, quick, signature
 from conformance import certificate as certificates
 from conformance.canonical import digest
-from conformance.case import Case, Result
+from conformance.case import Result
 from conformance.catalogue import Catalogue, by_program, case_to_json, load, parse_case
 from conformance.executors import NATIVE
 from conformance.journal import Journal
@@ -261,6 +262,15 @@ def _mutants(args: argparse.Namespace) -> int:
     return 0 if record["caught"] == len(found) else 1
 
 
+def this_suite() -> derived.Suite:
+    """What this suite knows of itself, for checking what a certificate says of the suite that made it."""
+    from conformance.mutants import MUTANTS
+
+    found = killmatrix.read() or {}
+    recorded = f"{found.get('caught')}/{found.get('mutants')}" if found else None
+    return derived.Suite(sources=_suite_sources(), mutants=len(MUTANTS), recorded=recorded)
+
+
 def recorded_mutants(catalogue: Catalogue) -> str | None:
     """ "caught/all" of the recorded run over exactly this catalogue, else None."""
     found = killmatrix.recorded(catalogue)
@@ -279,7 +289,7 @@ def _matrix(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _check(args: argparse.Namespace) -> int:
     data = _read(args.check)
-    problems = certificates.check(data, load())
+    problems = certificates.check(data, load(), this_suite())
     if args.public_key is not None:
         problems += signature.problems(data, args.public_key)
     body = data["body"]
@@ -314,6 +324,8 @@ def _check(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     old, new = (_read(path) for path in args.diff)
     found = certificates.diff(old["body"], new["body"])
+    for path, data, sign in zip(args.diff, (old, new), "-+"):
+        print(f"{sign} {path}: {certificates.identity(data['body'])}")
     _print_difference(found)
     return 1 if found else 0
 
@@ -332,7 +344,8 @@ def _print_difference(found: certificates.Difference) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    """Run N random cases of a certificate again: status and output digest must be what it says."""
+    """Run N random cases of a certificate again: status, counts, output and bits must be what it says. Claims,
+    numerics, versions, device and flags of this machine are compared too; 3 where nothing else differs."""
     count, path = args.replay
     if not count.isdigit() or int(count) < 1:
         raise InvalidInputError(f"--replay takes a number of cases and a certificate, got {count!r}.")
@@ -347,23 +360,39 @@ def _replay(args: argparse.Namespace) -> int:
     entries = [e for e in body["cases"] if e["status"] != "not-claimed" and e["id"] in known]
     picked = secrets.SystemRandom().sample(entries, min(int(count), len(entries)))
     jobs = [Job(e["id"], known[e["id"]]) for e in picked]
-    _, results = _execute(args, catalogue, jobs, what="replay ")
+    introduction, results = _execute(args, catalogue, jobs, what="replay ")
+    from conformance.environment import describe_suite
+
+    other = derived.here_and_there(body, introduction, describe_suite(paged.__version__, "", ""))
+    for line in other:
+        print(line)
     wrong = 0
     for entry in picked:
-        again = _replayed(known[entry["id"]], results[entry["id"]], entry)
+        again = replayed(assemble.without_seconds(results[entry["id"]]), entry)
         if again:
             wrong += 1
             print(f"{entry['id']}: {again}")
     print(f"replayed {len(picked)} cases, {wrong} differ")
-    return 1 if wrong else 0
+    if wrong or any(line.startswith(("claims.", "backend.numerics")) for line in other):
+        return 1
+    if other:
+        print("the results are the same here, the backend's versions or the machine are not those of the certificate")
+    return 3 if other else 0
 
 
-def _replayed(case: Case, result: Result, entry: Mapping[str, Any]) -> str | None:
+def replayed(result: Result, entry: Mapping[str, Any]) -> str | None:
+    """What a result says otherwise than a certificate's row."""
     status = "waived" if entry["status"] == "waived" and result.status == "fail" else result.status
     if status != entry["status"]:
         return f"it says {entry['status']}, now {status}: {result.diagnosis}"
+    for name in ("elements", "decided"):
+        if getattr(result, name) != entry[name]:
+            return f"it says {name} {entry[name]}, now {getattr(result, name)}"
     if result.output != entry["output"]:
         return f"it says output {entry['output']}, now {result.output}"
+    then, now = (x.get("details", {}).get("bits") for x in (entry, {"details": result.details}))
+    if then != now:
+        return f"it says bits {then}, now {now}"
     return None
 
 

@@ -69,11 +69,18 @@ def record(
     return {**made, "caught": caught, "mutants": len(faults), "matrix": matrix}
 
 
-def recorded(catalogue: Catalogue, path: Path = RECORD) -> dict[str, Any] | None:
-    """The record over these cases and sources, or None: an old one says nothing."""
+def read(path: Path = RECORD) -> dict[str, Any] | None:
+    """The record as it lies there, of whatever age; None without one."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def recorded(catalogue: Catalogue, path: Path = RECORD) -> dict[str, Any] | None:
+    """The record over these cases and sources, or None: an old one says nothing."""
+    if (found := read(path)) is None:
         return None
     now = {"listed": listed(catalogue), "sources": sources()}
     return found if {name: found.get(name) for name in now} == now else None

@@ -113,10 +113,12 @@ class Run:
 
     def run(self, case: Any) -> Any:
         """The case's `Result`; past the deadline a worker of xdist ends, a lone process reports an `error`."""
+        import dataclasses
         import faulthandler
         import time
 
-        from conformance.case import Result
+        from conformance.case import DEVICE, Result
+        from conformance.environment import current_device
         from conformance.runner import Session
 
         if self._session is None:
@@ -126,6 +128,8 @@ class Run:
             faulthandler.dump_traceback_later(self.deadline, exit=True)
         try:
             result = self._session.run(case)
+            where = current_device().device_kind
+            result = dataclasses.replace(result, details={**result.details, DEVICE: where})
         finally:
             if self.is_worker:
                 faulthandler.cancel_dump_traceback_later()

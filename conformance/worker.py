@@ -61,8 +61,9 @@ def main() -> int:
 def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -> None:
     """Make the backend, say hello, read the jobs and run them: each a case on the backend, or on a mutant of it."""
     from conformance import runner
+    from conformance.case import DEVICE
     from conformance.catalogue import case_to_json, parse_case
-    from conformance.environment import introduce
+    from conformance.environment import current_device, introduce
     from conformance.shrink import shrink
     from paged.backends.registry import get_backend, list_backends
 
@@ -89,6 +90,7 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
         send(kind="refused", message=runner.describe_error(error), verdict="error")
         return
     session = runner.Session(backend)
+    device = current_device().device_kind
     jobs = json.loads(more.readline() or "[]")
     threading.Thread(target=_end_with, args=(more,), daemon=True).start()
     for job in jobs:
@@ -109,6 +111,7 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
             result = dataclasses.replace(session.run(smallest), details={"case": case_to_json(smallest)})
         else:
             result = session.run(case)
+        result = dataclasses.replace(result, details={**result.details, DEVICE: device})
         send(kind="result", key=job["key"], result=dataclasses.asdict(result))
     send(kind="done")
 

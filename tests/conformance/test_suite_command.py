@@ -65,6 +65,7 @@ def test_conformant_is_0_and_everything_is_written(run, good):
     body = json.loads(out.read_text())["body"]
     assert body["backend"]["distribution"] == "acme-paged 0.4.1"
     assert body["environment"]["devices"] == 8
+    assert {entry["device"] for entry in body["cases"]} == {"cpu"}
     assert ET.fromstring((run.folder / "good.xml").read_text()).find("testsuite").get("tests") == "5"
     assert "acme-paged 0.4.1" in (run.folder / "good.html").read_text()
 
@@ -75,7 +76,9 @@ def test_the_same_run_again_has_the_same_digest(run, good):
     assert again.returncode == 0, again.stderr
     assert "no difference" in again.stdout
     assert json.loads((run.folder / "again.json").read_text())["digest"] == json.loads(out.read_text())["digest"]
-    assert run("--diff", out, run.folder / "again.json", tiny=False).returncode == 0
+    same = run("--diff", out, run.folder / "again.json", tiny=False)
+    assert same.returncode == 0
+    assert f"- {out}: acme, acme-paged 0.4.1; on cpu (cpu, 8 devices); jax " in same.stdout
 
 
 def test_failed_is_1_with_small_reproducers_and_a_baseline_that_notices(run, good):
@@ -183,6 +186,15 @@ def test_check_and_replay_tell_a_sound_certificate_from_an_edited_one(run):
     assert "sound; acme: no failure in 2 of" in checked.stdout
     replayed = run("--replay", "2", out, tiny=False)
     assert (replayed.returncode, replayed.stdout) == (0, "replayed 2 cases, 0 differ\n"), replayed.stderr
+    moved = json.loads(json.dumps(sound))
+    moved["body"]["environment"]["xla_flags"] = "--none"
+    out.write_text(json.dumps(moved))
+    elsewhere = run("--replay", "1", out, tiny=False)
+    assert elsewhere.returncode == 3, elsewhere.stderr
+    assert "environment.xla_flags: it says '--none', here it is ''" in elsewhere.stdout
+    moved["body"]["claims"]["max_page_id"] = 5
+    out.write_text(json.dumps(moved))
+    assert run("--replay", "1", out, tiny=False).returncode == 1
     entry = sound["body"]["cases"][0]
     entry["output"] = "sha256:" + "0" * 64
     out.write_text(json.dumps(sound))
