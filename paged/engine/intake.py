@@ -44,8 +44,7 @@ class Intake:
         return [self._checked(prompt, one, f"prompt {i}") for i, (prompt, one) in enumerate(zip(prompts, params))]
 
     def _checked(self, prompt: Prompt, params: SamplingParams, name: str) -> Checked:
-        if not isinstance(params, SamplingParams):
-            raise InvalidInputError(f"{name}: params must be SamplingParams, got {show(params)}.")
+        params = self.params(params, name)
         ids = self.ids(prompt, name)
         self.sampling(params, len(ids), name)
         try:
@@ -53,6 +52,12 @@ class Intake:
         except PoolExhaustedError as refused:
             return Checked(ids, params, str(refused))
         return Checked(ids, params, None)
+
+    def params(self, params: object, name: str) -> SamplingParams:
+        """Those given, or greedy ones."""
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InvalidInputError(f"{name}: params must be SamplingParams, got {show(params)}.")
+        return SamplingParams() if params is None else params
 
     def ids(self, prompt: Prompt, name: str) -> tuple[int, ...]:
         """Token ids of a text or of ids."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paged.backends.protocol import AttentionBackend
 from paged.common.checks import show
-from paged.common.errors import InvalidInputError, PoolExhaustedError
+from paged.common.errors import InvalidInputError, PagedError, PoolExhaustedError
 from paged.common.page_table import pages_for
 from paged.control import Driver, RequestId, StepOutcome
 from paged.control.timeline import Timeline
@@ -96,6 +97,7 @@ class OfflineEngine:
         self._samples: dict[RequestId, LiveSample] = {}
         self._groups: dict[int, list[CompletionOutput | None]] = {}
         self._keys: dict[int, list[str]] = {}
+        self._inboxes: dict[int, deque[Delta]] = {}
         self._submitted = self._fed = 0
         self.interruption: Interruption | None = None
 
@@ -121,14 +123,17 @@ class OfflineEngine:
         and `PoolExhaustedError` with the arithmetic for a request that could never be cached whole.
         """
         ids = self._intake.ids(prompt, "prompt")
+        params = self._intake.params(params, "submit")
         with Deferred():
-            return self._enqueue(ids, params or SamplingParams(), tenant, priority, "prompt")
+            return self._enqueue(ids, params, tenant, priority, "prompt")
 
     def step(self) -> list[Delta]:
         """Run until the oldest step under way is done: what it added, in the order of its batch. Empty if all is done.
 
-        Ctrl-C and SIGTERM wait for the end of the step; a second one does not. Raises what the device raises; then
-        requests of the steps under way are computed again, see `Driver.step`.
+        Pieces of requests of a `stream` that is open go there, too, whoever steps. Ctrl-C and SIGTERM wait for the end
+        of the step; a second one does not. Raises what the device raises, and `InvalidInputError` naming the request
+        whose logits are not finite; then requests of the steps under way are computed again, see `Driver.step`, unless
+        they are aborted.
         """
         if not self.driver.num_in_flight and not self.driver.num_running:
             self.runtime.runner.rest()
@@ -137,7 +142,11 @@ class OfflineEngine:
             if outcome is None:
                 return []
             self.timeline.observe(outcome, time.perf_counter())
-            return self._accept(outcome, self.runtime.runner.collected)
+            deltas = self._accept(outcome, self.runtime.runner.collected)
+            for delta in deltas:
+                if delta.request in self._inboxes:
+                    self._inboxes[delta.request].append(delta)
+            return deltas
 
     def abort(self, request: int) -> None:
         """End a request at any point with what it has; its outputs are there to be taken. Nothing if it has ended."""
@@ -212,7 +221,8 @@ class OfflineEngine:
 
         - `outputs`: a list that gets the whole completions at the end.
 
-        Prompts are checked at once. Closing the iterator aborts what has not ended.
+        Prompts are checked at once. Closing the iterator aborts what has not ended. Several streams may be read in
+        turn, and requests be submitted beside them: reading any of them lets all get on.
         """
         return self._running(
             self._intake.batch(prompts, params), tenant, None, None, [] if outputs is None else outputs
@@ -237,6 +247,7 @@ class OfflineEngine:
         outputs: list[CompletionOutput],
     ) -> Iterator[Delta]:
         index_of: dict[int, int] = {}
+        inbox: deque[Delta] = deque()  # filled by whoever steps: another stream may be read in turn with this one
         before, generated, done = self._fed, 0, 0
         total = sum(one.params.n for one in batch if one.error is None)
         self.interruption = None
@@ -244,11 +255,13 @@ class OfflineEngine:
             with Deferred():
                 for i, one in enumerate(batch):
                     if one.error is None:
-                        index_of[self._enqueue(one.ids, one.params, tenant, 0, f"prompt {i}")] = i
-            while done < total and not self.idle:
-                for delta in self.step():
-                    if delta.request not in index_of:
-                        continue
+                        number = self._enqueue(one.ids, one.params, tenant, 0, f"prompt {i}")
+                        index_of[number], self._inboxes[number] = i, inbox
+            while done < total and (inbox or not self.idle):
+                if not inbox:
+                    self.step()
+                while inbox:
+                    delta = inbox.popleft()
                     generated += 1
                     done += delta.finish_reason is not None
                     delta = dataclasses.replace(delta, request=index_of[delta.request])
@@ -264,7 +277,14 @@ class OfflineEngine:
                 self._drain()
                 self.interruption = Interruption(tuple(self._gather(batch, index_of)))
             error.add_note(f"paged: {self.interruption}.")
+            if isinstance(error, PagedError):  # it may name a request
+                pairs = [f"request {number} is prompt {i}" for number, i in index_of.items() if number != i]
+                if pairs:
+                    error.add_note(f"paged: {', '.join(pairs[:20])}{' …' if len(pairs) > 20 else ''}.")
             raise
+        finally:
+            for number in index_of:
+                del self._inboxes[number]
         self._drain()
         outputs += self._gather(batch, index_of)
 

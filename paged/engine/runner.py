@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from paged.backends.protocol import Rung
-from paged.common.checks import check_int, refuse_rows
+from paged.common.checks import check_int, show
 from paged.common.errors import InvalidInputError
 from paged.common.page_table import PageTable
 from paged.control import Slice, Step
@@ -240,7 +240,7 @@ class DeviceRunner:
     def read(self, ticket: Ticket) -> list[Token | None]:
         """Wait for a step: for each slice its token, or None where its prompt goes on.
 
-        Raises `InvalidInputError` naming the row if the logits were not finite.
+        Raises `InvalidInputError` naming the request if its logits were not finite.
         """
         began = time.perf_counter()
         host, prompt = jax.device_get(ticket.scored)
@@ -248,7 +248,8 @@ class DeviceRunner:
         self.traces.append(dataclasses.replace(ticket.trace, wait_s=self._free_at - began))
         rows = np.flatnonzero(packed.samples)
         logprobs = host.logprobs[rows]
-        refuse_rows("step", "log probability", logprobs, np.isnan(logprobs), _NOT_FINITE)
+        if (bad := np.isnan(logprobs)).any():
+            _refuse_not_finite([packed.batch[row] for row in rows[bad].tolist()], int(rows[bad][0]))
         out: list[Token | None] = [None] * len(packed.samples)
         sampled = _tokens(host, rows.tolist(), [packed.num_top[row] for row in rows.tolist()])
         for row, token in zip(rows.tolist(), sampled):
@@ -273,6 +274,10 @@ def _tokens(host: Sampled, rows: Sequence[int], num_top: Sequence[int]) -> list[
     ]
 
 
-_NOT_FINITE = (
-    "is NaN, so the logits are not finite: a weight is, or the dtype overflowed. Try float32, and check the weights"
-)
+def _refuse_not_finite(who: Sequence[Hashable], row: int) -> NoReturn:
+    others = f" So {'is that' if len(who) == 2 else 'are those'} of {len(who) - 1} more." if len(who) > 1 else ""
+    raise InvalidInputError(
+        f"step: the log probability of what request {show(who[0])} sampled (row {row}) is NaN, so its logits are not "
+        f"finite: a weight that its tokens read is not, or the dtype overflowed.{others} Abort it to go on with the "
+        f"others; try float32, and check the weights."
+    )

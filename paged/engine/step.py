@@ -151,4 +151,5 @@ def _score_prompt(model: Decoder, hidden: Array, targets: Array, num_top: int) -
     rows = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(blocks, -1, hidden.shape[1])
     wanted = jnp.pad(targets, (0, padding)).reshape(blocks, -1)
     out = jax.lax.map(lambda x: scored(model.logits(x[0]), x[1], num_top=num_top), (rows, wanted))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: targets.shape[0]], out)
+    together = blocks * _SCORED_TOGETHER  # not −1: without likeliest tokens there is nothing to divide by
+    return jax.tree.map(lambda x: x.reshape(together, *x.shape[2:])[: targets.shape[0]], out)

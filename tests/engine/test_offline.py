@@ -1,6 +1,8 @@
 """The offline engine: tokens, ends, texts, refusals, and what an interruption says and leaves behind."""
 
+import dataclasses
 import gc
+import re
 
 import pytest
 
@@ -53,6 +55,11 @@ def alone(make_runtime, prompts, run_greedy):
         out.append(tuple(run_greedy(runtime, handle, COUNT)))
         runtime.release(handle)
     return out
+
+
+def finish(engine):
+    while not engine.idle:
+        engine.step()
 
 
 def assert_nothing_left(engine):
@@ -197,6 +204,11 @@ def test_wrong_values_name_the_prompt_before_anything_runs(engine, batch, params
     assert_nothing_left(engine)
 
 
+def test_params_of_another_type_are_refused(engine):  # not through submit, whose types are checked in tests
+    with pytest.raises(InvalidInputError, match=r"submit: params must be SamplingParams, got \{'max_tokens': 3\}"):
+        engine._intake.params({"max_tokens": 3}, "submit")
+
+
 def test_texts_need_a_tokenizer(make_engine):
     engine = make_engine()
     with pytest.raises(InvalidInputError, match="prompt 1 is text, and this engine has no tokenizer"):
@@ -276,6 +288,54 @@ def test_a_stream_that_is_dropped_aborts_its_requests(engine, prompts):
     gc.collect()
     assert_nothing_left(engine)
     assert {o.finish_reason for o in engine.interruption.outputs} == {"abort"}
+
+
+def test_streams_that_are_read_in_turn_get_every_piece_once(engine, prompts, alone):
+    number = engine.submit(prompts[2], GREEDY)
+    got, open_ = {0: [], 3: []}, {i: engine.stream([prompts[i]], GREEDY) for i in (0, 3)}
+    while open_:
+        for i, stream in tuple(open_.items()):
+            delta = next(stream, None)
+            if delta is None:
+                del open_[i]
+            else:
+                got[i].append(delta)
+    for i, deltas in got.items():
+        assert tuple(delta.token.id for delta in deltas) == alone[i]
+        assert {delta.request for delta in deltas} == {0}
+        assert [delta.finish_reason for delta in deltas] == [None] * (COUNT - 1) + ["length"]
+    assert engine.take(number)[0].token_ids == alone[2]
+    assert_nothing_left(engine)
+    assert not engine._inboxes
+
+
+def test_scores_of_a_prompt_without_likeliest_tokens_are_those_with_them(engine, prompts):
+    bare, scored = (SamplingParams(max_tokens=1, prompt_logprobs=most) for most in (0, 3))
+    ((one,), (other,)) = (engine.batch_inference([prompts[5]], each) for each in (bare, scored))
+    assert [t and t.logprob for t in one.prompt_logprobs] == [t and t.logprob for t in other.prompt_logprobs]
+    assert {t.top for t in one.prompt_logprobs[1:]} == {()}
+
+
+def test_a_request_whose_logits_are_not_finite_is_named_and_can_be_aborted(engine, tiny, prompts, alone):
+    bad = 95
+    assert not any(bad in tokens for tokens in (*prompts, *alone))
+    weights = tiny().embedding.at[bad].set(float("nan"))
+    engine.update_weights(dataclasses.replace(tiny(), embedding=weights))
+    ill = [*prompts[1], bad]
+    with pytest.raises(InvalidInputError, match=r"sampled .* is NaN") as info:
+        engine.batch_inference([prompts[0], ill], GREEDY)
+    (number,) = (int(n) for n in re.findall(r"request '(\d+)\.0'", str(info.value)))
+    assert f"request {number} is prompt 1" in info.value.__notes__[1]
+    assert_nothing_left(engine)
+    good, ill = (engine.submit(ids, GREEDY) for ids in (prompts[0], ill))
+    with pytest.raises(InvalidInputError, match=f"request '{ill}.0'"):
+        finish(engine)
+    engine.abort(ill)
+    finish(engine)
+    assert engine.take(good)[0].token_ids == alone[0]
+    assert engine.take(ill)[0].finish_reason == "abort"
+    engine.update_weights(tiny())
+    assert_nothing_left(engine)
 
 
 def test_after_a_strict_warm_up_nothing_compiles(make_engine, prompts):
