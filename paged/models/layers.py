@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +16,8 @@ from jaxtyping import Array, Float, Int32
 from paged.backends.protocol import PackedHeads, turned
 from paged.models.config import DecoderConfig
 
+_FEW_TOKENS = 64
+
 
 def linear(
     x: Float[Array, "t i"], weight: Float[Array, "*o i"], out: jnp.dtype | type | None = None
@@ -23,8 +27,28 @@ def linear(
     float32 is multiplied as float32: some devices would round its factors by default.
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    contract_inputs = (((1,), (weight.ndim - 1,)), ((), ()))
-    return lax.dot_general(x, weight, contract_inputs, precision=precision, preferred_element_type=out)
+    product = partial(lax.dot_general, precision=precision, preferred_element_type=out)
+
+    def plain(x: Array, weight: Array) -> Array:
+        return product(x, weight, (((1,), (weight.ndim - 1,)), ((), ())))
+
+    return lax.platform_dependent(x, weight, cpu=partial(_on_cpu, product), default=plain)
+
+
+def _on_cpu(product: Callable[..., Array], x: Float[Array, "t i"], weight: Float[Array, "*o i"]) -> Array:
+    """`linear` in forms that XLA's CPU backend multiplies without a transposed copy of the weight.
+
+    A weight of several axes would be copied in every step, which takes longer than the product. Two axes of outputs
+    are a batch and its outputs, and not merged, because the second may be laid over devices. For few tokens and no more
+    outputs than inputs, weight · xᵀ is up to twice as fast; behind a barrier, or XLA turns it back.
+    """
+    if weight.ndim == 3:
+        many = jnp.broadcast_to(x, (weight.shape[0], *x.shape))
+        return product(many, weight, (((2,), (2,)), ((0,), (0,)))).swapaxes(0, 1)
+    flat, contract_inputs = weight.reshape(-1, weight.shape[-1]), (((1,), (1,)), ((), ()))
+    if x.shape[0] <= _FEW_TOKENS and flat.shape[0] <= flat.shape[1]:
+        return lax.optimization_barrier(product(flat, x, contract_inputs)).T.reshape(-1, *weight.shape[:-1])
+    return product(x, flat, contract_inputs).reshape(-1, *weight.shape[:-1])
 
 
 def rms_norm(x: Float[Array, "t m"], weight: Float[Array, " m"], eps: float) -> Float[Array, "t m"]:
