@@ -22,7 +22,7 @@ from paged.engine.pool import KvPool, PoolArrays
 from paged.engine.programs import ProgramBook
 from paged.engine.request_sampling import BatchSampling, RequestSampling
 from paged.engine.sampling import Sampled
-from paged.engine.step import Program, Scored, from_previous, pack_step, step
+from paged.engine.step import Apart, Program, Scored, from_previous, pack_step, step
 from paged.engine.step_inputs import StepInputs, build_step_inputs
 from paged.engine.trace import StepTrace
 from paged.models import Decoder
@@ -100,9 +100,9 @@ class DeviceRunner:
         max_rows: int,
         depth: int = 1,
     ):
-        self.model = model
         self.pool = pool
         self.program = program
+        self.model = model
         self.depth = check_int("DeviceRunner", "depth", depth, minimum=1, maximum=2)
         self.sampling: dict[Hashable, RequestSampling] = {}
         self._together = BatchSampling([], program.num_top)
@@ -118,6 +118,15 @@ class DeviceRunner:
         self._row_of: dict[Hashable, int] = {}
         self._latest: Scored | None = None
         self._free_at = time.perf_counter()
+
+    @property
+    def model(self) -> Decoder:
+        """The decoder; set it to another one of the same structure."""
+        return self._model
+
+    @model.setter
+    def model(self, model: Decoder) -> None:
+        self._model, self._run = model, Apart.of(model) if self.program.apart else model
 
     @property
     def can_mix(self) -> bool:
@@ -206,9 +215,7 @@ class DeviceRunner:
         ran_dry = self._latest is None or self._latest.sampled.tokens.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
         def run(arrays: PoolArrays) -> tuple[PoolArrays, tuple[jax.Array, Scored]]:
-            pool, previous, scored = step(
-                packed.program, packed.rung, self.model, arrays, self._previous, packed.vector
-            )
+            pool, previous, scored = step(packed.program, packed.rung, self._run, arrays, self._previous, packed.vector)
             return pool, (previous, scored)
 
         self.pool, (self._previous, self._latest) = self.pool.step(run)

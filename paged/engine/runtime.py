@@ -64,7 +64,8 @@ class Runtime:
     - `kv_dtype`: element type of the pool; the model's by default. `num_top`: likeliest tokens that a request may ask
       for, and that are reported to those that come without `SamplingParams`.
     - `shapes`: padding policy; by default `ShapeLadders`, with `few_programs` at its coarsest, and with `pinned`
-      `PinnedShapes`. `scan`: layers as one loop; by default wherever the backend's pool is stacked.
+      `PinnedShapes`. `scan`: layers as one loop; by default wherever the backend's pool is stacked, except on one
+      CPU, where every block of layers runs by itself, see `Apart`.
     - `poison_freed`: debugging, fills freed pages with NaN.
     - `prefix_cache`: whether a `Driver` may share cached prefixes between requests of one `namespace`. `fingerprint`:
       of the weights, see `LoadedModel.fingerprint`; by default that of `weights_fingerprint`, which reads them all.
@@ -131,7 +132,8 @@ class Runtime:
             platform=device.platform,
         )
         stacked = backend.capabilities.pool_layout == "stacked"
-        program = Program(backend, sharding, device.platform, stacked if scan is None else scan, num_top)
+        apart = scan is None and stacked and sharding is None and device.platform == "cpu"
+        program = Program(backend, sharding, device.platform, stacked if scan is None else scan, num_top, apart=apart)
         self.max_tokens = min(self.layout.usable_pages * tokens_per_page, model.config.max_positions)
         if max_request_tokens is not None:
             most = check_int("Runtime", "max_request_tokens", max_request_tokens, minimum=1)

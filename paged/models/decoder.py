@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
@@ -123,13 +124,8 @@ class Decoder(eqx.Module):
     ) -> tuple[Float[Array, "t m"], Pool]:
         """The step without its end: of every token what `logits` takes, and the pool. Arguments are those of a call."""
         _check_step(self.config, pool, plans, scan)
-
-        def attend(layer: Int32[Array, ""] | int, position: int, pool: KvArrays, heads: PackedHeads) -> Attended:
-            plan = plans[position]
-            out, _, pool = packed_attention_step(backend, plan, pool, heads, layer=layer, sharding=sharding)
-            return out, pool
-
-        x, rotary = self._embed(tokens), Rotary.at(positions, self.config)
+        attend = _on_pages(plans, backend, sharding)
+        x, rotary = self.embed(tokens, positions)
         if isinstance(pool, KvArrays) and scan:
             kernels = self._kernels(backend, x, plans, sharding)
             if kernels is not None:
@@ -199,13 +195,8 @@ class Decoder(eqx.Module):
     def _scanned(
         self, x: Float[Array, "t m"], rotary: Rotary, pool: KvArrays, attend: Attend
     ) -> tuple[Float[Array, "t m"], KvArrays]:
-        size = len(self.config.block)
-
         def body(carry: tuple[Array, KvArrays], xs: tuple[tuple[DecoderLayer, ...], Array]) -> tuple[Any, None]:
-            (x, pool), (block, index) = carry, xs
-            for j, layer in enumerate(block):
-                x, pool = layer(x, rotary, self.config, partial(attend, index * size + j, j, pool))
-            return (x, pool), None
+            return _run_block(self.config, *xs, carry[0], rotary, carry[1], attend), None
 
         indices = jnp.arange(self.config.num_blocks, dtype=jnp.int32)
         return lax.scan(body, (x, pool), (self.layers, indices))[0]
@@ -243,6 +234,10 @@ class Decoder(eqx.Module):
         x, _ = lax.scan(body, self._embed(tokens.reshape(-1)), self.layers)
         return self.logits(x).reshape(*tokens.shape, -1)
 
+    def embed(self, tokens: Int32[Array, " t"], positions: Int32[Array, " t"]) -> tuple[Float[Array, "t m"], Rotary]:
+        """What the first layer gets, and the angles that every layer turns its heads by."""
+        return self._embed(tokens), Rotary.at(positions, self.config)
+
     def _embed(self, tokens: Int32[Array, " t"]) -> Float[Array, "t m"]:
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")
 
@@ -251,6 +246,62 @@ class Decoder(eqx.Module):
         x = rms_norm(x, self.norm, self.config.rms_eps)
         head = self.embedding if self.head is None else self.head
         return linear(x, head, out=jnp.float32)
+
+
+def _on_pages(plans: tuple[StepPlan, ...], backend: AttentionBackend, sharding: KvSharding | None) -> Attend:
+    def attend(layer: Int32[Array, ""] | int, position: int, pool: KvArrays, heads: PackedHeads) -> Attended:
+        plan = plans[position]
+        out, _, pool = packed_attention_step(backend, plan, pool, heads, layer=layer, sharding=sharding)
+        return out, pool
+
+    return attend
+
+
+def _run_block(
+    config: DecoderConfig,
+    block: tuple[DecoderLayer, ...],
+    index: Int32[Array, ""],
+    x: Float[Array, "t m"],
+    rotary: Rotary,
+    pool: KvArrays,
+    attend: Attend,
+) -> tuple[Float[Array, "t m"], KvArrays]:
+    """The layers of block `index`, whose weights carry no leading axis."""
+    for j, layer in enumerate(block):
+        x, pool = layer(x, rotary, config, partial(attend, index * len(block) + j, j, pool))
+    return x, pool
+
+
+def run_block(
+    config: DecoderConfig,
+    block: tuple[DecoderLayer, ...],
+    index: Int32[Array, ""],
+    x: Float[Array, "t m"],
+    rotary: Rotary,
+    pool: KvArrays,
+    plans: tuple[StepPlan, ...],
+    *,
+    backend: AttentionBackend,
+) -> tuple[Float[Array, "t m"], KvArrays]:
+    """One block of `Decoder.hidden` over a stacked pool, with weights of `block_views`: a program for all blocks.
+
+    Between `Decoder.embed` and `Decoder.logits`, blocks in order. Raises what `hidden` raises.
+    """
+    _check_step(config, pool, plans, True)
+    return _run_block(config, block, index, x, rotary, pool, _on_pages(plans, backend, None))
+
+
+def block_views(model: Decoder) -> tuple[tuple[DecoderLayer, ...], ...]:
+    """The weights of each block by themselves, for a model on a CPU: they lie in the memory of the stacked arrays.
+
+    What is not aligned there as XLA wants it is copied.
+    """
+    device = next(iter(model.embedding.devices()))
+
+    def view(block: int, stacked: Array) -> Array:
+        return jax.device_put(np.asarray(stacked)[block], device, may_alias=True)
+
+    return tuple(jax.tree.map(partial(view, i), model.layers) for i in range(model.config.num_blocks))
 
 
 def _check_step(config: DecoderConfig, pool: Pool, plans: tuple[StepPlan, ...], scan: bool) -> None:

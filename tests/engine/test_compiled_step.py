@@ -10,7 +10,8 @@ from conformance.hlo import parse, pool_sized, problems
 from paged.control import Slice
 from paged.engine import Runtime
 from paged.engine import runner as runner_module
-from paged.engine.step import jitted, step, traced_step
+from paged.engine import step as step_module
+from paged.engine.step import Apart, jitted, jitted_apart, step, traced_step
 from paged.models import shard_decoder
 
 POSITIONS = 4096
@@ -75,3 +76,35 @@ def test_the_host_sends_one_array_in_a_step(prepare, monkeypatch):
     assert len(from_host) == 1
     assert isinstance(from_host[0], np.ndarray)
     assert (from_host[0].dtype, from_host[0].ndim) == (np.int32, 1)
+
+
+def test_a_block_by_itself_writes_the_pool_in_place(prepare, monkeypatch):
+    """What one CPU runs: no loop over layers, so no weight is copied out of a stacked array either."""
+    begin, block, end = jitted_apart()
+    seen = []
+
+    def lowered(*arguments):
+        seen.append(block.lower(*arguments) if not seen else None)
+        return block(*arguments)
+
+    monkeypatch.setattr(step_module, "jitted_apart", lambda: (begin, lowered, end))
+    runtime, prepared = prepare()
+    runtime.run(prepared)
+    assert len(seen) == runtime.model.config.num_blocks
+    assert found(runtime, seen[0].compile()) == []
+
+
+def test_weights_of_a_block_lie_in_the_stacked_arrays(tiny):
+    model = tiny(num_layers=4)
+    stacked = model.layers[0].mlp.gate_up
+    for i, (layer,) in enumerate(Apart.of(model).blocks):
+        assert layer.mlp.gate_up.unsafe_buffer_pointer() == stacked.unsafe_buffer_pointer() + i * stacked[i].nbytes
+        np.testing.assert_array_equal(layer.attention.qkv, model.layers[0].attention.qkv[i])
+
+
+def test_blocks_by_themselves_and_a_loop_give_the_same_tokens(make_runtime, prompts, run_greedy):
+    by_block, looped = make_runtime(), make_runtime(scan=True)
+    assert (by_block.runner.program.apart, looped.runner.program.apart) == (True, False)
+    for prompt in prompts[2:4]:
+        tokens = [run_greedy(runtime, runtime.add(prompt), 5) for runtime in (by_block, looped)]
+        assert tokens[0] == tokens[1]

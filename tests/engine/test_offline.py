@@ -8,7 +8,7 @@ import pytest
 
 from paged.common import InvalidInputError, LateCompileError, PoolExhaustedError
 from paged.engine import OfflineEngine, Overlap, SamplingParams, replay
-from paged.engine.step import jitted
+from paged.engine.step import num_compiled
 
 COUNT = 12
 
@@ -347,9 +347,9 @@ def test_after_a_strict_warm_up_nothing_compiles(make_engine, prompts):
     assert (done.step_programs, engine.runtime.runner.programs.steps) == (4, 4)
     assert lines == [str(done)]
     assert lines[0].startswith("warm-up: 4 step programs and ")
-    compiled = jitted("cpu")._cache_size()
+    compiled = num_compiled("cpu")
     engine.batch_inference(prompts, [GREEDY, sampled] * 3)
-    assert jitted("cpu")._cache_size() == compiled
+    assert num_compiled("cpu") == compiled
     with pytest.raises(
         LateCompileError, match=r"wants a program that the warm-up did not compile: .*scores_prompt=True"
     ):
@@ -367,9 +367,9 @@ def test_few_programs_serve_requests_of_many_lengths(tiny):
     assert warm.step_programs <= 7
     lengths = [(7 * i) % 61 + 1 for i in range(24)]
     params = [SamplingParams(max_tokens=1 + i % 9) for i in range(24)]
-    before = jitted("cpu")._cache_size()
+    before = num_compiled("cpu")
     outputs = engine.batch_inference([[1 + i] * n for i, n in enumerate(lengths)], params)
-    assert jitted("cpu")._cache_size() == before
+    assert num_compiled("cpu") == before
     assert len(outputs) == 24
     assert_nothing_left(engine)
 
