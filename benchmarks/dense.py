@@ -1,8 +1,9 @@
 """A dense KV cache to compare with: each slot has a contiguous strip of a fixed length, as long as any request may get.
 
-The same decoder layers and weights, layers in one scan over a donated cache, greedy sampling in the same program, steps
-queued one ahead with their tokens on the device, lengths padded to the same kind of ladder. What differs is where keys
-and values lie, and therefore how many requests fit: a slot is taken whole, whatever its request needs.
+The same decoder layers and weights, layers in one scan over a donated cache (on a CPU one by one, as in the paged arm),
+greedy sampling in the same step, steps queued one ahead with their tokens on the device, lengths padded to the same
+kind of ladder. What differs is where keys and values lie, and therefore how many requests fit: a slot is taken whole,
+whatever its request needs.
 
 Attention is one batched product over the strips, cut at the rung of the longest live request: no work item, no page
 list.
@@ -27,7 +28,9 @@ from jaxtyping import Array, Float, Int32
 from paged.backends.protocol import PackedHeads
 from paged.engine.compile_options import compiler_options
 from paged.engine.sampling import Sampled, greedy
+from paged.engine.step import Apart
 from paged.models import Decoder, DecoderConfig
+from paged.models.decoder import DecoderLayer
 from paged.models.layers import Rotary
 
 
@@ -73,71 +76,120 @@ class DenseState:
     last: Int32[Array, " s"]
 
 
-def _forward(
-    model: Decoder,
-    cache: DenseCache,
-    tokens: Int32[Array, "s t"],
-    positions: Int32[Array, "s t"],
-    first_slot: Array | int,
-    bound: int,
-    samples: Int32[Array, " s"],
-) -> tuple[Sampled, DenseCache]:
-    """Feed t tokens of each of some slots; the likeliest next token after token `samples[i]` of each, and the cache.
+class _Fed(NamedTuple):
+    """t tokens of each of some slots, on their way through the layers. Negative positions are padding."""
 
-    Negative positions are padding: they write nothing, because a scatter drops what is out of range.
+    x: Float[Array, "st m"]
+    rotary: Rotary
+    positions: Int32[Array, "s t"]
+    first_slot: Array
+
+
+def _begin(model: Decoder, tokens: Int32[Array, "s t"], positions: Int32[Array, "s t"], first_slot: Array) -> _Fed:
+    x, rotary = model.embed(tokens.reshape(-1), positions.reshape(-1))
+    return _Fed(x, rotary, positions, first_slot)
+
+
+def _layer(
+    config: DecoderConfig, bound: int, layer: DecoderLayer, index: Array, fed: _Fed, cache: DenseCache
+) -> tuple[Array, DenseCache]:
+    """One layer over the first `bound` positions of the slots: what the next one gets, and the cache.
+
+    Padding writes nothing, because a scatter drops what is out of range.
     """
-    config, (slots, count) = model.config, tokens.shape
-    x = jnp.take(model.embedding, tokens.reshape(-1), axis=0, mode="clip")
-    rotary = Rotary.at(positions.reshape(-1), config)
-    slot = first_slot + jnp.arange(slots, dtype=jnp.int32)
-    max_len = cache.keys.shape[3]
-    where = jnp.where(positions >= 0, positions, max_len)
+    slots, count = fed.positions.shape
+    slot = fed.first_slot + jnp.arange(slots, dtype=jnp.int32)
+    where = jnp.where(fed.positions >= 0, fed.positions, cache.keys.shape[3])
 
-    def write(stored: Array, new: Array, layer: Array) -> Array:
+    def write(stored: Array, new: Array) -> Array:
         if slots == 1:  # a chunk of one request: its tokens lie side by side
             strip = new.reshape(1, 1, count, *new.shape[1:]).transpose(0, 1, 3, 2, 4)
-            return lax.dynamic_update_slice(stored, strip, (layer, slot[0], 0, positions[0, 0], 0))
+            return lax.dynamic_update_slice(stored, strip, (index, slot[0], 0, fed.positions[0, 0], 0))
         new = new.reshape(slots, count, *new.shape[1:])[:, 0]
-        return stored.at[layer, slot, :, where[:, 0]].set(new, mode="drop")
+        return stored.at[index, slot, :, where[:, 0]].set(new, mode="drop")
 
+    def attend(heads: PackedHeads) -> tuple[Array, DenseCache]:
+        query, key, value = heads.split()
+        new = DenseCache(write(cache.keys, key), write(cache.values, value))
+        keys, values = (_strips(a, index, slot[0], slots, bound) for a in (new.keys, new.values))
+        out = _attend(query.reshape(slots, count, *query.shape[1:]), keys, values, fed.positions)
+        return out.reshape(query.shape), new
+
+    return layer(fed.x, fed.rotary, config, attend)
+
+
+def _end(model: Decoder, fed: _Fed, samples: Int32[Array, " s"]) -> Sampled:
+    """The likeliest next token after token `samples[i]` of each slot."""
+    slots, count = fed.positions.shape
+    return greedy(model.logits(fed.x[jnp.arange(slots) * count + samples]))
+
+
+def _begin_decode(model: Decoder, last: Array, positions: Array) -> _Fed:
+    return _begin(model, last[:, None], positions[:, None], jnp.int32(0))
+
+
+def _end_decode(model: Decoder, fed: _Fed, last: Array, _: Array) -> tuple[Array, Sampled]:
+    new = _end(model, fed, jnp.zeros_like(last))
+    return jnp.where(fed.positions[:, 0] >= 0, new.tokens, last), new
+
+
+def _begin_prefill(model: Decoder, _: Array, packed: Array) -> _Fed:
+    tokens = packed[3:][None]
+    return _begin(model, tokens, packed[1] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], packed[0])
+
+
+def _end_prefill(model: Decoder, fed: _Fed, last: Array, packed: Array) -> tuple[Array, Sampled]:
+    new = _end(model, fed, (packed[2] - 1)[None])
+    return last.at[packed[0]].set(new.tokens[0]), new
+
+
+def _looped(bound: int, model: Decoder, fed: _Fed, cache: DenseCache) -> tuple[_Fed, DenseCache]:
     def body(carry: tuple[Array, DenseCache], xs: tuple) -> tuple[tuple[Array, DenseCache], None]:
         (x, cache), ((layer,), index) = carry, xs
+        return _layer(model.config, bound, layer, index, fed._replace(x=x), cache), None
 
-        def attend(heads: PackedHeads) -> tuple[Array, DenseCache]:
-            query, key, value = heads.split()
-            new = DenseCache(write(cache.keys, key, index), write(cache.values, value, index))
-            keys, values = (_strips(a, index, slot[0], slots, bound) for a in (new.keys, new.values))
-            out = _attend(query.reshape(slots, count, *query.shape[1:]), keys, values, positions)
-            return out.reshape(query.shape), new
-
-        return layer(x, rotary, config, attend), None
-
-    indices = jnp.arange(config.num_layers, dtype=jnp.int32)
-    (x, cache), _ = lax.scan(body, (x, cache), (model.layers, indices))
-    return greedy(model.logits(x[jnp.arange(slots) * count + samples])), cache
+    indices = jnp.arange(model.config.num_layers, dtype=jnp.int32)
+    (x, cache), _ = lax.scan(body, (fed.x, cache), (model.layers, indices))
+    return fed._replace(x=x), cache
 
 
 @functools.cache
 def _programs(platform: str) -> tuple[Callable, Callable]:
-    jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=dict(compiler_options(platform)) or None)
+    """decode(bound, state, model, positions): one token of every slot; slots at a negative position are empty.
+    prefill(bound, state, model, packed): a chunk of one slot's prompt; packed: slot, first position, number of tokens,
+    then the padded tokens.
 
-    @functools.partial(jit, static_argnums=0)
-    def decode(bound: int, state: DenseState, model: Decoder, positions: Array) -> tuple[DenseState, Sampled]:
-        """One token of every slot; slots at a negative position are empty."""
-        zero = jnp.zeros_like(state.last)
-        new, cache = _forward(model, state.cache, state.last[:, None], positions[:, None], 0, bound, zero)
-        return DenseState(cache, jnp.where(positions >= 0, new.tokens, state.last)), new
+    One program each; on a CPU layer by layer, as the paged arm does it there, with an `Apart` for the model.
+    """
+    options = dict(compiler_options(platform)) or None
 
-    @functools.partial(jit, static_argnums=0)
-    def prefill(bound: int, state: DenseState, model: Decoder, packed: Array) -> tuple[DenseState, Sampled]:
-        """A chunk of one slot's prompt. `packed`: slot, first position, number of tokens, then the padded tokens."""
-        slot, start, real = packed[0], packed[1], packed[2]
-        tokens = packed[3:][None]
-        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        new, cache = _forward(model, state.cache, tokens, positions, slot, bound, (real - 1)[None])
-        return DenseState(cache, state.last.at[slot].set(new.tokens[0])), new
+    def whole(begin: Callable, end: Callable) -> Callable:
+        @functools.partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=options)
+        def run(bound: int, state: DenseState, model: Decoder, sent: Array) -> tuple[DenseState, Sampled]:
+            fed, cache = _looped(bound, model, begin(model, state.last, sent), state.cache)
+            last, new = end(model, fed, state.last, sent)
+            return DenseState(cache, last), new
 
-    return decode, prefill
+        return run
+
+    one = jax.jit(_layer, static_argnums=(0, 1), donate_argnums=5)
+
+    def apart(begin: Callable, end: Callable) -> Callable:
+        before, after = jax.jit(begin), jax.jit(end)
+
+        def run(bound: int, state: DenseState, model: Apart, sent: np.ndarray) -> tuple[DenseState, Sampled]:
+            outside, cache = model.outside, state.cache
+            fed = before(outside, state.last, sent)
+            for index, (layer,) in zip(model.indices, model.blocks, strict=True):
+                x, cache = one(outside.config, bound, layer, index, fed, cache)
+                fed = fed._replace(x=x)
+            last, new = after(outside, fed, state.last, sent)
+            return DenseState(cache, last), new
+
+        return run
+
+    kind = apart if platform == "cpu" else whole
+    return kind(_begin_decode, _end_decode), kind(_begin_prefill, _end_prefill)
 
 
 def rung(need: int, low: int, top: int) -> int:
@@ -175,10 +227,11 @@ class DenseEngine:
             raise ValueError(f"one kind of layer is dealt with here; the block has {len(model.config.block)}.")
         if max_len % max_step_tokens:
             raise ValueError(f"max_len={max_len} is no multiple of max_step_tokens={max_step_tokens}.")
-        self.model = model
+        platform = next(iter(model.embedding.devices())).platform
+        self.model = Apart.of(model) if platform == "cpu" else model
         self.slots, self.max_len, self.max_step_tokens, self.depth = slots, max_len, max_step_tokens, depth
         self._min_bound = min_bound
-        self._decode, self._prefill = _programs(next(iter(model.embedding.devices())).platform)
+        self._decode, self._prefill = _programs(platform)
         self._state = _zeros_program(model.config, slots, max_len, model.embedding.dtype.name)()
         self._waiting: deque[_Request] = deque()
         self._slots: list[_Request | None] = [None] * slots

