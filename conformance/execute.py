@@ -288,13 +288,22 @@ def fetch(
 
 def to_host(what: str, array: Any) -> np.ndarray:
     """The array on the host. Raises `ReplicaError` if devices that hold the same part of it disagree."""
-    parts: dict[str, tuple[Any, bytes]] = {}
+    parts: dict[str, tuple[Any, np.ndarray]] = {}
     for shard in array.addressable_shards:
-        held = np.asarray(shard.data).tobytes()
+        held = np.asarray(shard.data)
         device, first = parts.setdefault(str(shard.index), (shard.device, held))
-        if held != first:
-            raise ReplicaError(f"copies of {what} differ between {device} and {shard.device}, part {shard.index}.")
+        if held.tobytes() != first.tobytes():
+            where = _first_difference(first, held, shard.index)
+            raise ReplicaError(f"copies of {what} differ between {device} and {shard.device}, first at {where}.")
     return np.asarray(array)
+
+
+def _first_difference(one: np.ndarray, other: np.ndarray, part: tuple[slice, ...]) -> str:
+    """Where two copies of a part of an array differ first, in the words of the whole array."""
+    words = [np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape) for x in (one, other)]
+    at = np.argwhere(words[0] != words[1])[0].tolist()
+    names = ("pool row", "slot", "KV head", "dim") if one.ndim == 4 else ("token", "head", "dim")
+    return ", ".join(f"{name} {i + (s.start or 0)}" for name, i, s in zip(names, at, part))
 
 
 def _layer_rows(problem: Any) -> slice:

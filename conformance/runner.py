@@ -249,9 +249,10 @@ def compare(base: execute.AttendOutput, outputs: list[execute.AttendOutput], cal
             if moved.any():
                 at = tuple(int(i) for i in np.argwhere(moved)[0])
                 digits = 2 * new.dtype.itemsize
+                where = ", ".join(f"{name} {i}" for name, i in zip(("head", "dim"), at[1:]))
                 token = "a padding token" if not live[at[0]] else f"token {call.tokens[at[0]]}"
                 return (
-                    f"{int(moved.sum())} of {new.size} words of the {what} differ, first at {token}, index {at[1:]}: "
+                    f"{int(moved.sum())} of {new.size} words of the {what} differ, first at {token}, {where}: "
                     f"0x{want[at]:0{digits}x} -> 0x{new[at]:0{digits}x}"
                 ), compared
     return None, compared

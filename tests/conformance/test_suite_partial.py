@@ -1,7 +1,9 @@
 """What a part of a level says of itself, which cases `--quick` takes, and the clause beside every failure."""
 
+import dataclasses
 import io
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -13,10 +15,12 @@ from conformance.catalogue import load
 from conformance.clauses import CLAUSES, said
 from conformance.needs import unmet
 from conformance.progress import Progress
-from paged.common import Capabilities, Range
-from paged.common.capabilities import PROMISES
+from paged.backends.protocol import AttentionExtras, Rung
+from paged.common import AttentionSpec, Capabilities, Range
+from paged.common.capabilities import FEATURES, NUMERIC_MODELS, PROMISES, REGIMES
 
 ROOT = Path(__file__).parents[2]
+SPEC, EXTRAS = ({f.name for f in dataclasses.fields(c)} for c in (AttentionSpec, AttentionExtras))
 EVERY = load().select("all")
 
 
@@ -148,3 +152,17 @@ def test_the_list_of_cases_tells_level_needs_and_clauses():
     found = {entry["id"]: entry for entry in json.loads(listing.as_json(cases))}
     assert found["scrub/bf16"]["clauses"] == {"pages.1": CLAUSES["pages.1"]}
     assert found["scrub/bf16"]["needs"] == ["head_dim:64", "kv_dtype:bfloat16", "page:16"]
+
+
+def test_the_guide_tells_every_field_feature_promise_model_and_argument():
+    text = (ROOT / "docs" / "certify-your-kernel.md").read_text("utf-8")
+    told = {name for line in text.splitlines() if line.startswith("|") for name in re.findall(r"`([^`]+)`", line)}
+    fields = {f.name for f in dataclasses.fields(Capabilities)}
+    table = {"kv_lens", "last_page_len", "query_offsets", "page_offsets", "write_slots"}
+    words = " ".join(told)
+    assert fields | FEATURES | PROMISES | REGIMES | set(NUMERIC_MODELS) <= told
+    for name in table | {"page_ids", *(f.name for f in dataclasses.fields(Rung)), *SPEC, *EXTRAS}:
+        assert re.search(rf"\b{name}\b", words), name
+    for code, status in certificate.VERDICTS.items():
+        assert code in text
+        assert f"| {status} |" in text

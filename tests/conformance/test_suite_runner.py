@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from pathlib import Path
 
 import jax
@@ -195,6 +196,8 @@ def test_copies_that_differ_on_an_axis_without_heads_are_caught():
     result = run(what, "replica")
     assert (result.status, result.clause) == ("fail", "sharded.2")
     assert "copies of" in result.diagnosis
+    assert "slice(" not in result.diagnosis
+    assert re.search(r"first at (pool row|token) \d+, (slot|head) \d+, ", result.diagnosis)
 
 
 def test_structural_checks_pass_and_donation_sees_a_pool_that_is_copied(monkeypatch):
