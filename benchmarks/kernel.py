@@ -1,6 +1,6 @@
 """Attention kernels on a GPU: achieved bytes/s and FLOP/s beside the ceilings measured in the same run.
 
-    python -m benchmarks.kernel [--directory MODULES] [--json FILE]
+    python -m benchmarks.kernel [--directory MODULES] [--parts decode,prefill] [--json FILE]
 
 Times are slopes: chains of 8 and 40 calls inside one program, each call reading other pages of a pool several times the
 size of the cache; the difference over 32 leaves dispatch out. Three passes; the median is printed with the spread.
@@ -26,7 +26,7 @@ from paged.backends.step import plan_step
 QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 SHORT, LONG, PASSES = 8, 40, 3
 DECODE = [(64, 4096), (16, 16384), (4, 32768), (16, 4096), (1, 32768)]
-PREFILL = [(8, 4096), (1, 4096)]
+PREFILL = [(8, 4096), (1, 4096), (4, 16384)]
 
 
 def seconds(run: Callable[[], object], repeat: int = 5) -> float:
@@ -159,12 +159,14 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory")
+    parser.add_argument("--parts", default="decode,prefill")
     parser.add_argument("--json")
     args = parser.parse_args()
-    top = ceilings()
+    parts, top = args.parts.split(","), ceilings()
     print(f"copy {top['copy_bytes_per_s'] / 1e12:.2f} TB/s, bf16 matmul {top['matmul_flop_per_s'] / 1e12:.0f} TFLOP/s")
     rows: list[dict[str, object]] = []
-    for tier, decode in (("exact", "paged"), ("fast", "paged"), ("exact", "flashinfer"), ("fast", "flashinfer")):
+    kinds = (("exact", "paged"), ("fast", "paged"), ("exact", "flashinfer"), ("fast", "flashinfer"))
+    for tier, decode in kinds if "decode" in parts else ():
         backend = get_backend("flashinfer", tier=tier, decode=decode, directory=args.directory)
         for batch, context in DECODE:
             took, spread = attention(backend, batch, context, 1)
@@ -182,7 +184,7 @@ def main() -> None:
             name = f"decode {tier:5} {decode:10} {batch:3} × {context:5}"
             print(f"{name}: {took * 1e6:8.1f} µs, {share:.2f} of copy, ±{spread:.2f}")
     backend = get_backend("flashinfer", directory=args.directory)
-    for batch, context in PREFILL:
+    for batch, context in PREFILL if "prefill" in parts else ():
         took, spread = attention(backend, batch, context, context)
         flop = 4 * batch * QUERY_HEADS * HEAD_DIM * context * (context + 1) / 2
         share = flop / took / top["matmul_flop_per_s"]

@@ -38,6 +38,7 @@ def render(
     cases, every = body["cases"], certificate.entries(body)
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         body=body,
+        selection=body.get("selection"),
         digest=data["digest"],
         envelope=data["envelope"],
         problems=problems or [],

@@ -62,6 +62,18 @@ def test_nothing_from_a_backend_becomes_markup(status):
     assert "&lt;script&gt;" in text
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_page_says_how_much_of_a_level_was_run_where_it_was_a_part(whole):
+    made = make("plain")
+    if whole:
+        made["body"].pop("selection", None)
+    else:
+        made["body"]["selection"] = {"run": 1, "of": 9, "untouched": {"dtypes": ["float32"]}}
+    text = page.render(made)
+    assert ("in 1 of 9 cases of level" in text) is not whole
+    assert ("A part of a level certifies nothing" in text) is not whole
+
+
 def test_the_page_loads_nothing_from_elsewhere():
     text = page.render(make("plain"))
     assert "default-src 'none'" in text
