@@ -43,7 +43,7 @@ CLAUSES: Mapping[str, str] = {
     "invariant.7": "the number of shards changes no bit (shard_invariant)",
     "sharded.1": "on any mesh append and attend mean what they mean on one device",
     "sharded.2": "copies of the pool stay equal on axes that shard no heads",
-    "sharded.3": "no collective runs between a layer's append and its attention",
+    "sharded.3": "no collective runs in a layer's append, in its attention or between them",
     "sharded.4": "the pool's buffers keep their addresses through a step",
     "sharded.5": "a head axis over more devices than KV heads is refused",
     "refuse.1": "what is outside the declaration is refused by name, never ignored",

@@ -9,6 +9,7 @@ Works on the text of an optimised HLO module (`compiled.as_text()`), and imports
 - where the pool is written, no collective stands between the write and the operations that read what was written
   (clause sharded.3).
 
+In a program that is one append and one attention every collective counts, wherever it is scheduled: `collectives`.
 A text in which no write of the pool is found is an error, so that a check that looks at the wrong program cannot pass.
 """
 
@@ -125,6 +126,15 @@ def collectives_before_readers(module: Module, elements: int) -> list[tuple[str,
     if not writes:
         raise ValueError(f"no scatter or update of {elements} elements or more: this is not a step over that pool.")
     return list(dict.fromkeys(found))
+
+
+def collectives(text: str) -> list[Instruction]:
+    """Every collective of a program, in whatever computation and wherever it is scheduled.
+
+    Line by line, not by computation: nothing that a kernel can put into the text hides a part of it.
+    """
+    ones = (_instruction(line) for line in text.splitlines())
+    return [one for one in ones if one is not None and COLLECTIVE.match(one.opcode)]
 
 
 def parse(text: str) -> Module:

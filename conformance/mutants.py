@@ -110,6 +110,9 @@ MUTANTS: dict[str, Mutant] = {
         Mutant("shard_heads_turned", "sharded.1", "returns the heads of all shards but the first in reverse"),
         Mutant("replica_drifts", "sharded.2", "writes other keys on the copies of a shard"),
         Mutant("gathers_heads", "sharded.3", "adds up over the head axis between append and attention"),
+        Mutant("gathers_pool", "sharded.3", "gathers all heads of the pool on every device and reads its own"),
+        Mutant("reduces_over_heads", "sharded.3", "takes the maximum of its LSE over all heads of all devices"),
+        Mutant("append_new_pool", "sharded.4", "appends to a pool of its own making and lets go of the one given"),
         Mutant("nondeterministic", "invariant.1", "sums in another order every other time"),
     )
 }

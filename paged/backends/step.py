@@ -76,7 +76,7 @@ def attention_step(
     - `layer`: index into a stacked pool, traced or not; for a `per_layer` backend `pool` is that layer's own and the
       index is not used.
     - `sharding`: where KV heads are laid; the step then runs inside `jax.shard_map`, heads split over those axes,
-      everything else replicated, with no collective between append and attention. None is one device.
+      everything else replicated, with no collective in append, in attention or between them. None is one device.
 
     The output of padding tokens and of empty rows is +0, their LSE −∞. Raises `UnsupportedError` for an option that is
     not declared and `InvalidInputError` for shapes that do not fit the plan, both while tracing.
