@@ -50,7 +50,7 @@ def explain_lse(problem: AttendProblem, output: np.ndarray, lse: np.ndarray, wro
             continue
         mine, theirs = decode(output[at], problem.dtype)[bad], answer.output[at][bad]
         shared = np.abs(mine - theirs) <= NEAR * (np.abs(mine) + np.abs(theirs)) + 1e-30
-        text = one.text.replace("The output is that of", "The LSE is that of")
+        text = one.text.replace("The output is that of", "it is that of")
         if shared.mean() < EXPLAINED:
             one = dataclasses.replace(one, clause="attend.11", hint="lse", text=f"In the LSE alone: {text}")
         best, least = one, found
