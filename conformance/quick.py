@@ -16,7 +16,7 @@ from paged.common import Capabilities
 from paged.common.capabilities import FEATURES
 
 OPTIONS = FEATURES - {"prefill", "decode", "mixed"}
-TILE = 64
+TILE, LONG_PAGES = 64, 32
 VALUED = ("promise", "kv_dtype", "regime", "pool_storage", "pool_layout", "poison")
 """Needs of which every value that has a case is asked for."""
 
@@ -52,6 +52,8 @@ def strata(case: Case) -> Iterable[tuple[Any, ...]]:
     options = [need for need in case.needs if need in OPTIONS] or ["plain"]
     yield from ((option, rung, p["dtype"]) for option in options)
     yield "head_dim", p["head_dim"] if p["head_dim"] in (64, 128) else "other"
+    if case.generator == "generic" and max(p["kv_lens"], default=0) >= LONG_PAGES * p["page"]:
+        yield "long rows", rung
     if case.generator == "census" and len(_edges(p["kv_lens"])) == 3:
         yield "census", "tile edges"
 
