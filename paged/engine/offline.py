@@ -135,18 +135,8 @@ class OfflineEngine:
         whose logits are not finite; then requests of the steps under way are computed again, see `Driver.step`, unless
         they are aborted.
         """
-        if not self.driver.num_in_flight and not self.driver.num_running:
-            self.runtime.runner.rest()
         with Deferred():
-            outcome = self.driver.step()
-            if outcome is None:
-                return []
-            self.timeline.observe(outcome, time.perf_counter())
-            deltas = self._accept(outcome, self.runtime.runner.collected)
-            for delta in deltas:
-                if delta.request in self._inboxes:
-                    self._inboxes[delta.request].append(delta)
-            return deltas
+            return self._step()
 
     def abort(self, request: int) -> None:
         """End a request at any point with what it has; its outputs are there to be taken. Nothing if it has ended."""
@@ -196,7 +186,8 @@ class OfflineEngine:
         """Continue all prompts; outputs in their order, `n` for each.
 
         - `params`: for all prompts, or one for each. `on_delta`: called with each piece as it comes, see `stream`.
-          `on_step`: called after each step. `tenant`: see `submit`.
+          `on_step`: called after each step. `tenant`: see `submit`. Ctrl-C and SIGTERM wait until `on_delta` had all
+          pieces of a step; a second one does not.
 
         All are checked before anything runs: values that are wrong raise `InvalidInputError` naming the prompt. A
         request that can never fit is refused alone: its output says `"refused"` and why, and the others run.
@@ -258,16 +249,18 @@ class OfflineEngine:
                         number = self._enqueue(one.ids, one.params, tenant, 0, f"prompt {i}")
                         index_of[number], self._inboxes[number] = i, inbox
             while done < total and (inbox or not self.idle):
-                if not inbox:
-                    self.step()
-                while inbox:
-                    delta = inbox.popleft()
-                    generated += 1
-                    done += delta.finish_reason is not None
-                    delta = dataclasses.replace(delta, request=index_of[delta.request])
+                # A signal waits for the pieces of its step, too: they count as generated, so they are to be seen.
+                with Deferred():
+                    if not inbox:
+                        self._step()
+                    pieces = [dataclasses.replace(delta, request=index_of[delta.request]) for delta in inbox]
+                    inbox.clear()
+                    generated += len(pieces)
+                    done += sum(delta.finish_reason is not None for delta in pieces)
                     if on_delta is not None:
-                        on_delta(delta)
-                    yield delta
+                        for delta in pieces:
+                            on_delta(delta)
+                yield from pieces
                 if on_step is not None:
                     on_step(BatchProgress(self._fed - before, generated, done, total))
         except BaseException as error:
@@ -287,6 +280,19 @@ class OfflineEngine:
                 del self._inboxes[number]
         self._drain()
         outputs += self._gather(batch, index_of)
+
+    def _step(self) -> list[Delta]:
+        if not self.driver.num_in_flight and not self.driver.num_running:
+            self.runtime.runner.rest()
+        outcome = self.driver.step()
+        if outcome is None:
+            return []
+        self.timeline.observe(outcome, time.perf_counter())
+        deltas = self._accept(outcome, self.runtime.runner.collected)
+        for delta in deltas:
+            if delta.request in self._inboxes:
+                self._inboxes[delta.request].append(delta)
+        return deltas
 
     def _drain(self) -> None:
         """If nobody else runs, collect what is under way for requests that ended, so that their pages come free."""

@@ -81,3 +81,34 @@ def test_ctrl_c_inside_the_bookkeeping_leaves_nothing_behind(tiny, prompts, monk
     assert (plane.num_open, plane.held_pages, plane.leaked_pages()) == (0, 0, 0)
     engine.driver.verify()
     assert len(engine.batch_inference(prompts[:1], SamplingParams(max_tokens=3, ignore_eos=True))) == 1
+
+
+def test_ctrl_c_in_a_step_or_among_its_pieces_loses_none_of_them(tiny, prompts, monkeypatch):
+    """What the interruption counts as generated was handed out before."""
+    engine = OfflineEngine(tiny(), num_pages=41, tokens_per_page=4, max_requests=4, max_step_tokens=16)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    collect, pieces = engine.runtime.runner.collect, []
+
+    def stopping(ticket):
+        if len(pieces) >= 3:
+            interrupt()
+        return collect(ticket)
+
+    def among(delta):
+        pieces.append(delta)
+        if len(pieces) == 3:
+            interrupt()
+
+    def run(on_delta):
+        pieces.clear()
+        with pytest.raises(KeyboardInterrupt):
+            engine.batch_inference(prompts[:3], params, on_delta=on_delta)
+        assert engine.interruption is not None
+        got = {i: tuple(d.token.id for d in pieces if d.request == i) for i in range(3)}
+        assert got == {o.request: o.token_ids for o in engine.interruption.outputs}
+        assert max(map(len, got.values())) >= 1
+
+    run(among)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runtime.runner, "collect", stopping)
+        run(pieces.append)
