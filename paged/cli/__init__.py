@@ -53,4 +53,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"paged {args.command}: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
+        print(f"paged {args.command}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

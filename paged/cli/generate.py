@@ -78,11 +78,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         with _terminable():
             return _run(args, progress)
-    except KeyboardInterrupt:
-        progress.say("interrupted")
-        raise
     except Terminated:
-        progress.say("terminated")
+        progress.clear()
+        print("paged generate: terminated", file=sys.stderr)
         return EXIT_TERMINATED
     except BrokenPipeError:
         # The reader of our output went away: nothing is left to say, and the interpreter must not try at its exit.

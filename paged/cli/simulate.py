@@ -96,7 +96,6 @@ def _cost(path: str | None) -> CostModel:
 
 @contextlib.contextmanager
 def _trace(args: argparse.Namespace) -> Iterator[Iterable[Arrival]]:
-    from paged.common.errors import InvalidInputError
     from paged.control.trace import generate_trace, read_trace, trace_lines
 
     if args.trace is not None:
@@ -116,12 +115,30 @@ def _trace(args: argparse.Namespace) -> Iterator[Iterable[Arrival]]:
         )
 
     if args.save_trace is not None:
-        try:
-            with Path(args.save_trace).open("w", encoding="utf-8") as file:
-                file.writelines(trace_lines(made_up()))
-        except OSError as error:
-            raise InvalidInputError(f"cannot write {args.save_trace}: {error.strerror}.") from None
+        _save(Path(args.save_trace), trace_lines(made_up()))
     yield made_up()
+
+
+def _save(path: Path, lines: Iterable[str]) -> None:
+    """Write whole or not at all: a trace that was cut off reads like a shorter one."""
+    from paged.common.errors import InvalidInputError
+
+    if path.exists() and not path.is_file():  # a pipe, say, cannot be put in place at the end
+        part = path
+    else:
+        part = path.with_name(f"{path.name}.part")
+    try:
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                file.writelines(lines)
+            if part is not path:
+                part.replace(path)
+        except BaseException:
+            if part is not path:
+                part.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise InvalidInputError(f"cannot write {path}: {error.strerror}.") from None
 
 
 @contextlib.contextmanager

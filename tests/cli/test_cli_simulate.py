@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from paged import cli
+from paged.control import trace as trace_module
 
 
 def run(capsys, *arguments):
@@ -95,3 +96,18 @@ def test_usage_errors_name_the_argument(capsys, arguments, message):
         cli.main(["simulate", "--num-pages", "9", *arguments])
     assert info.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_so_and_leaves_no_part_of_a_trace(capsys, monkeypatch, tmp_path):
+    trace, lines = tmp_path / "trace.jsonl", trace_module.trace_lines
+
+    def cut(arrivals):
+        yield from list(lines(arrivals))[:3]
+        raise KeyboardInterrupt
+
+    trace.write_text("an older one")
+    monkeypatch.setattr(trace_module, "trace_lines", cut)
+    status, out, err = run(capsys, *MADE_UP, "--num-pages", "60", "--save-trace", str(trace))
+    assert (status, out, err) == (130, "", "paged simulate: interrupted\n")
+    assert trace.read_text() == "an older one"
+    assert list(tmp_path.iterdir()) == [trace]

@@ -40,6 +40,20 @@ def test_a_signal_waits_for_the_end_of_the_block():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_sigterm_waits_too_and_handlers_that_are_not_pythons_are_left_alone():
+    told, steps = [], []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    try:
+        block(lambda: signal.raise_signal(signal.SIGTERM), lambda: steps.append(len(told)))
+        assert (steps, told) == ([0], [signal.SIGTERM])
+        for other in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGTERM, other)
+            block(lambda: steps.append(signal.getsignal(signal.SIGTERM)))
+            assert steps.pop() == other == signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_second_signal_does_not_wait():
     steps = []
     with pytest.raises(KeyboardInterrupt):
@@ -81,6 +95,33 @@ def test_ctrl_c_inside_the_bookkeeping_leaves_nothing_behind(tiny, prompts, monk
     assert (plane.num_open, plane.held_pages, plane.leaked_pages()) == (0, 0, 0)
     engine.driver.verify()
     assert len(engine.batch_inference(prompts[:1], SamplingParams(max_tokens=3, ignore_eos=True))) == 1
+
+
+def test_ctrl_c_inside_submit_or_step_leaves_whole_bookkeeping(tiny, prompts, monkeypatch):
+    engine = OfflineEngine(tiny(), num_pages=41, tokens_per_page=4, max_requests=4, max_step_tokens=16)
+    plane, driver = engine.runtime.plane, engine.driver
+
+    def after(act):
+        def acting(*args, **options):
+            out = act(*args, **options)
+            interrupt()
+            return out
+
+        return acting
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "submit_samples", after(driver.submit_samples))
+        with pytest.raises(KeyboardInterrupt):
+            engine.submit(prompts[0], SamplingParams(max_tokens=3, ignore_eos=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "open", after(plane.open))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    driver.verify()
+    while not engine.idle:
+        engine.step()
+    assert len(engine.take(0)[0].token_ids) == 3
+    assert (plane.num_open, plane.held_pages) == (0, 0)
 
 
 def test_ctrl_c_in_a_step_or_among_its_pieces_loses_none_of_them(tiny, prompts, monkeypatch):
