@@ -23,7 +23,7 @@ from paged.backends.metadata import from_vllm, pack_table, unpack_table
 from paged.backends.moves import layer_slots, storage_dtype
 from paged.backends.protocol import AttentionBackend, AttentionExtras, KvArrays, Rung
 from paged.backends.sharding import KvSharding
-from paged.backends.step import attention_step, plan_step
+from paged.backends.step import attention_step, plan_step, same_pool
 from paged.common import AttentionSpec, PageTable
 from paged.common.errors import PagedError
 
@@ -106,7 +106,7 @@ def run_append(
     absolute = layer_slots(slots, layer, num_pages=rung.num_pages, tokens_per_page=rung.tokens_per_page)
 
     def append(pool: KvArrays, key: Any, value: Any, absolute: Any, arrays: Any) -> KvArrays:
-        return program.backend.append(pool, key, value, absolute, plan.static, arrays)
+        return same_pool("append", pool, program.backend.append(pool, key, value, absolute, plan.static, arrays))
 
     return _on_shards(program.sharding, append, 3, pool, key, value, absolute, plan.arrays)
 
@@ -116,7 +116,11 @@ def run_pages(
     backend: AttentionBackend, sharding: KvSharding | None, operation: str, pool: KvArrays, *pages: Any
 ) -> KvArrays:
     """The backend's `scrub` or `copy_pages`."""
-    return _on_shards(sharding, getattr(backend, operation), 1, pool, *pages)
+
+    def move(pool: KvArrays, *pages: Any) -> KvArrays:
+        return same_pool(operation, pool, getattr(backend, operation)(pool, *pages))
+
+    return _on_shards(sharding, move, 1, pool, *pages)
 
 
 def _on_shards(sharding: KvSharding | None, move: Any, split: int, *arguments: Any) -> KvArrays:

@@ -16,19 +16,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from conformance.case import STATUSES, Result
+from conformance.plain import plain
 
 MAX_DEATHS = 2
 
 
 def result_from_json(entry: Mapping[str, Any]) -> Result:
-    """A `Result` of JSON data; `ValueError` if it is none."""
+    """A `Result` of JSON data, its diagnosis made fit to be shown; `ValueError` if it is none."""
     try:
         result = Result(**entry)
     except TypeError as error:
         raise ValueError(f"not a result: {error}") from None
     if result.status not in STATUSES:
         raise ValueError(f"{result.id!r} has the status {result.status!r}")
-    return result
+    return dataclasses.replace(result, diagnosis=plain(result.diagnosis))
 
 
 class Journal:

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from conformance.case import STATUSES, Result
 from conformance.clauses import said
+from conformance.plain import indented
 
 LINE_EVERY_SECONDS = 15.0
 
@@ -82,7 +83,7 @@ class Progress:
         return f"{self._label}{self.done}/{self.total} ({', '.join(parts) or 'starting'}){eta}"
 
     def _line(self, text: str) -> None:
-        self._stream.write(("\r\x1b[K" if self._tty else "") + text + "\n")
+        self._stream.write(("\r\x1b[K" if self._tty else "") + indented(text) + "\n")
         self._stream.flush()
 
     def _bar(self, case_id: str) -> None:

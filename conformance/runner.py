@@ -18,8 +18,10 @@ from conformance.execute import ReplicaError
 from conformance.formats import is_nan
 from conformance.judge import expectation, judge_attend, judge_move
 from conformance.needs import required, unmet
+from conformance.plain import plain
 from conformance.relations import PADDING, Call, Mesh
 from conformance.vectors import Trace, Vector, generate
+from conformance.watch import Watch, signals_of_interrupt
 from paged.backends.protocol import AttentionBackend
 from paged.backends.sharding import KvSharding
 from paged.common import Capabilities
@@ -36,26 +38,51 @@ class NoDeviceError(PagedError):
     """The backend runs on none of the platforms that are here, or a mesh needs more devices than there are."""
 
 
+class DeclarationError(PagedError):
+    """A backend's declaration changed while it ran."""
+
+
 class Session:
     """Runs cases on one backend. Programs that differ only in their arrays are compiled once, whatever the order."""
 
-    def __init__(self, backend: AttentionBackend):
+    def __init__(self, backend: AttentionBackend, watch: Watch | None = None):
+        """`watch`, if given, was made before anything of the backend was imported."""
         self.backend = backend
+        self.declared = backend.capabilities
+        self._watch = watch or Watch()
+        self._watch.keep_options()
 
     def run(self, case: Case) -> Result:
         """The result of one case; never raises but for an interruption from outside."""
-        try:
-            if missing := unmet(required(case), self.backend.capabilities):
-                return Result(id=case.id, status="not-claimed", diagnosis=f"needs {', '.join(missing)}")
-            self._require_platform()
-            return self._run(case)
-        except ReplicaError as error:
-            return Result(id=case.id, status="fail", clause="sharded.2", diagnosis=str(error))
-        except Exception as error:
-            return Result(id=case.id, status="error", diagnosis=describe_error(error))
+        with signals_of_interrupt() as came:
+            try:
+                result = self._claimed(case)
+            except ReplicaError as error:
+                result = Result(id=case.id, status="fail", clause="sharded.2", diagnosis=str(error))
+            except BaseException as error:  # what ends a process, an interruption or a test is no way to answer
+                if isinstance(error, KeyboardInterrupt) and came:
+                    raise
+                result = Result(id=case.id, status="error", diagnosis=describe_error(error))
+        if changed := self._watch.restore():
+            more = f", and {len(changed) - 1} more such" if len(changed) > 1 else ""
+            text = f"the backend changed what is not its own: {changed[0]}{more}. A result made so says nothing."
+            return Result(id=case.id, status="error", diagnosis=plain(text))
+        return dataclasses.replace(result, diagnosis=plain(result.diagnosis))
+
+    def _claimed(self, case: Case) -> Result:
+        """The result of a case that the declaration claims, as it was declared first and still is afterwards."""
+        if missing := unmet(required(case), self.declared):
+            return Result(id=case.id, status="not-claimed", diagnosis=f"needs {', '.join(missing)}")
+        self._require_platform()
+        result = self._run(case)
+        if (now := self.backend.capabilities) != self.declared:
+            before, now = self.declared.to_json(), now.to_json()
+            moved = ", ".join(name for name in before if before[name] != now.get(name))
+            raise DeclarationError(f"the backend declares something else than when it was made: {moved}.")
+        return result
 
     def _require_platform(self) -> None:
-        here, wanted = current_device(), self.backend.capabilities.platforms
+        here, wanted = current_device(), self.declared.platforms
         names = {here.platform, here.client.platform}  # a GPU is "gpu", and "cuda" or "rocm"
         if not names & wanted:
             runs, found = ", ".join(sorted(wanted)), " or ".join(sorted(names))
@@ -99,14 +126,14 @@ class Session:
 
     @property
     def _storage(self) -> str:
-        return self.backend.capabilities.pool_storage
+        return self.declared.pool_storage
 
     def vector(self, case: Case) -> Vector:
         """The case's inputs, poisoned as the backend's declaration allows."""
-        return generate(case, self.backend.capabilities.poison)
+        return generate(case, self.declared.poison)
 
     def _judge(self, case: Case, vector: Vector, output: execute.AttendOutput) -> Result:
-        expected = expected_of(vector, self.backend.capabilities)
+        expected = expected_of(vector, self.declared)
         problem = vector.problem
         assert isinstance(problem, AttendProblem)
         result = judge_attend(problem, expected, output.out, output.lse, id=case.id)
@@ -143,7 +170,7 @@ class Session:
 
     def _pool_after(self, case: Case, problem: AttendProblem, output: execute.AttendOutput) -> Result | None:
         """A failure if the step's append left another pool than the problem's, else None."""
-        poison = self.backend.capabilities.poison
+        poison = self.declared.poison
         keys, values, new_keys, new_values = execute.split_step(problem, poison)
         after_keys, after_values = execute.pool_words(problem, poison)
         step = MoveProblem(
@@ -172,7 +199,7 @@ class Session:
         if not isinstance(problem, AttendProblem):
             raise InvalidInputError(f"case {case.id!r}: relations are between attend calls, not {vector.family}.")
         options = case.params.get("relation_args")
-        relation = relations.build(case.params["relation"], case.id, problem, self.backend.capabilities, options)
+        relation = relations.build(case.params["relation"], case.id, problem, self.declared, options)
         base = self._call(relation.base)
         elements = 0
         for variant in relation.variants:
@@ -283,9 +310,12 @@ def mesh_sharding(mesh: Mesh | None) -> KvSharding | None:
     return KvSharding(jax.sharding.Mesh(grid, tuple(mesh.sizes)), mesh.kv_axes)
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Type, message and place of an exception, short enough for a certificate."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" (at {'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno})" if frames else ""
-    text = f"{type(error).__name__}: {error}"
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = f"{type(error).__name__}, whose text cannot be made"
     return (text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + " …") + place

@@ -52,10 +52,19 @@ def prepare_jax(device: str | None = None) -> None:
 def main() -> int:
     """Serve one request."""
     faulthandler.enable()
-    request = json.loads(sys.stdin.readline())
+    jobs = os.fdopen(os.dup(sys.stdin.fileno()))
+    request = json.loads(jobs.readline())
+    _empty_stdin()
     with os.fdopen(request["reply"], "w", buffering=1) as reply:
-        serve(request, sys.stdin, lambda **message: print(json.dumps(message), file=reply, flush=True))
+        serve(request, jobs, lambda **message: print(json.dumps(message), file=reply, flush=True))
     return 0
+
+
+def _empty_stdin() -> None:
+    """A backend that reads from stdin finds its end there, instead of the jobs or of waiting for ever."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
 
 
 def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -> None:
@@ -65,9 +74,11 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
     from conformance.catalogue import case_to_json, parse_case
     from conformance.environment import current_device, introduce
     from conformance.shrink import shrink
+    from conformance.watch import Watch
     from paged.backends.registry import get_backend, list_backends
 
     name = request["backend"]
+    watch = Watch()  # before anything of the backend is imported
     try:
         prepare_jax(request.get("device"))
         known = list_backends()
@@ -85,11 +96,11 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
         send(kind="refused", message=runner.describe_error(error), verdict="error")
         return
     try:
+        session = runner.Session(backend, watch)
         send(kind="hello", introduction=introduce(backend, name, known[name], executor))
     except Exception as error:
         send(kind="refused", message=runner.describe_error(error), verdict="error")
         return
-    session = runner.Session(backend)
     device = current_device().device_kind
     jobs = json.loads(more.readline() or "[]")
     threading.Thread(target=_end_with, args=(more,), daemon=True).start()
@@ -105,7 +116,7 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
         if job.get("mutant"):
             from conformance import faults
 
-            result = runner.Session(faults.broken(job["mutant"], backend)).run(case)
+            result = runner.Session(faults.broken(job["mutant"], backend), watch).run(case)
         elif job.get("shrink"):
             smallest = shrink(case, job["shrink"], session.run)
             result = dataclasses.replace(session.run(smallest), details={"case": case_to_json(smallest)})

@@ -17,7 +17,7 @@ KERNELS = (*ARRAYS, "paged.backends.protocol", "paged.backends.moves")
 CHECKPOINTS = ("safetensors", "gguf", "tokenizers")
 ENGINE = (*ARRAYS, *CHECKPOINTS, "paged.reference", "paged.backends", "paged.models", "paged.control")
 RUNNERS = (
-    *("runner", "relations", "mutants", "execute", "structure", "worker", "environment"),
+    *("runner", "relations", "mutants", "execute", "structure", "worker", "environment", "watch"),
     *("faults", "faults_devices", "faults_gated", "faults_geometry", "faults_steps", "broken_kernel", "serving"),
     *("executors", "kits.run", "kits.aiter"),
 )

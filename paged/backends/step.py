@@ -13,6 +13,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32, Shaped
 
@@ -53,6 +54,13 @@ def plan_step(backend: AttentionBackend, table: TableArrays, rung: Rung, spec: A
     """
     backend.capabilities.require_spec(backend.name, spec)
     static = backend.static_plan(rung, spec)
+    try:
+        hash(static)
+    except TypeError:
+        raise InvalidInputError(
+            f"static_plan of backend {backend.name!r} returned a {type(static).__name__} that cannot be hashed; it is "
+            "part of what a program is compiled for. Return a tuple or a frozen dataclass."
+        ) from None
     arrays = backend.plan_arrays(static, table)
     return StepPlan(arrays=arrays, write_slots=table.write_slots, rung=rung, static=static, spec=spec)
 
@@ -194,9 +202,29 @@ def kernel_arguments(
 def _append_attend(
     backend: AttentionBackend, a: KernelArguments
 ) -> tuple[Float[Array, "t h e"], Float[Array, "t h"] | None, KvArrays]:
-    pool = backend.append(a.pool, a.key, a.value, a.slots, a.static, a.arrays)
-    out, lse = backend.attend(a.query, pool, a.page_base, a.static, a.arrays, a.spec, a.extras)
+    pool = same_pool("append", a.pool, backend.append(a.pool, a.key, a.value, a.slots, a.static, a.arrays))
+    found = backend.attend(a.query, pool, a.page_base, a.static, a.arrays, a.spec, a.extras)
+    if not isinstance(found, tuple) or len(found) != 2:
+        got = f"{len(found)} values" if isinstance(found, tuple) else f"a {type(found).__name__}"
+        got = "one array" if isinstance(found, jax.Array) else got
+        raise InvalidInputError(f"attend returned {got}, expected the pair (output, LSE); the LSE may be None.")
+    out, lse = found
+    for what, array in (("output", out), ("LSE", lse)):
+        if not isinstance(array, jax.Array | np.ndarray) and not (array is None and what == "LSE"):
+            raise InvalidInputError(f"attend returned a {type(array).__name__} as its {what}, expected an array.")
     return out, lse, pool
+
+
+def same_pool(operation: str, given: KvArrays, returned: Any) -> KvArrays:
+    """The pool that a backend's `operation` returned. Raises `InvalidInputError` unless it has the given one's form."""
+    if not isinstance(returned, KvArrays):
+        raise InvalidInputError(f"{operation} returned a {type(returned).__name__}, expected the pool, a KvArrays.")
+    for name in ("keys", "values"):
+        old, new = getattr(given, name), getattr(returned, name)
+        if (getattr(new, "shape", None), getattr(new, "dtype", None)) != (old.shape, old.dtype):
+            got = f"{new.dtype}{new.shape}" if isinstance(new, jax.Array | np.ndarray) else f"a {type(new).__name__}"
+            raise InvalidInputError(f"{operation} returned {name} {got}, it was given {old.dtype}{old.shape}.")
+    return returned
 
 
 def _specs(arguments: Any, sharding: KvSharding) -> Any:
