@@ -262,6 +262,8 @@ class DeviceRunner:
         for row, token in zip(rows.tolist(), sampled):
             out[row] = token
         for want in packed.wanted:
+            if want.who not in self.sampling:  # it ended meanwhile, and nobody would take them out
+                continue
             scores = self.prompt_scores.setdefault(want.who, {})
             there = range(want.token, want.token + want.length)
             for position, token in enumerate(_tokens(prompt, there, [want.num_top] * want.length), want.first):

@@ -316,6 +316,16 @@ def test_scores_of_a_prompt_without_likeliest_tokens_are_those_with_them(engine,
     assert {t.top for t in one.prompt_logprobs[1:]} == {()}
 
 
+def test_scores_of_a_prompt_that_is_aborted_on_its_way_are_forgotten(engine, prompts):
+    number = engine.submit(prompts[5], SamplingParams(max_tokens=1, prompt_logprobs=0))  # 37 tokens in steps of 16
+    engine.step()
+    assert engine.driver.num_in_flight == 1
+    engine.abort(number)
+    finish(engine)
+    assert engine.take(number)[0].finish_reason == "abort"
+    assert_nothing_left(engine)
+
+
 def test_a_request_whose_logits_are_not_finite_is_named_and_can_be_aborted(engine, tiny, prompts, alone):
     bad = 95
     assert not any(bad in tokens for tokens in (*prompts, *alone))
