@@ -288,7 +288,7 @@ def test_logits_that_are_not_finite_are_an_error(tiny, make_runtime):
     model = tiny()
     bad = dataclasses.replace(model, norm=model.norm.at[0].set(jnp.nan))
     runtime = make_runtime(bad)
-    with pytest.raises(InvalidInputError, match=r"log probability is NaN.*row 0"):
+    with pytest.raises(InvalidInputError, match=r"log probability of what request Handle.*\(row 0\) is NaN"):
         runtime.prefill([handle := runtime.add([1, 2])])
     assert runtime.plane.length(handle) == 0
     assert runtime.release(handle).shape == (0,)
