@@ -36,7 +36,7 @@ CLAUSES: Mapping[str, str] = {
     "steps.3": "a request placed, cut or shared otherwise has the same outputs",
     "invariant.1": "the same call on the same bits gives the same bits",
     "invariant.2": "renumbering physical pages changes no bit",
-    "invariant.3": "padding of rows, tokens and page list changes no bit of the others",
+    "invariant.3": "padding changes no bit of the others",
     "invariant.4": "a prefix filled by another request gives the bits of one's own",
     "invariant.5": "neighbours and their order change no bit (batch_invariant)",
     "invariant.6": "the cut of a prompt into steps changes no bit (chunk_invariant)",

@@ -13,6 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Deferred:
     """Within `with Deferred():` a signal that Python handles waits for the end of the block.
 
+    If the block raises, the signal comes all the same; what its handler raises has the block's error as `__context__`.
     A second one does not wait: who insists means it, say while a program compiles. Only the main thread gets signals;
     elsewhere, and for handlers that are not Python's, nothing changes.
     """
@@ -30,10 +31,10 @@ class Deferred:
                 self._before[number] = before
                 signal.signal(number, self._handle)
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
-        if self._waiting is not None and kind is None:
+        if self._waiting is not None:
             self._before[self._waiting](self._waiting, None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

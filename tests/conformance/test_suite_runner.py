@@ -60,6 +60,8 @@ class Wrapped(Toy):
             return dataclasses.replace(declared, poison="finite")
         if self.change == "no-lse":
             return dataclasses.replace(declared, features=declared.features - {"lse", "window", "prefill", "sinks"})
+        if self.change == "rows":
+            return dataclasses.replace(declared, promises=declared.promises | {"batch_invariant"})
         if self.change == "typed":
             return dataclasses.replace(declared, pool_storage="typed")
         if self.change == "per-layer":
@@ -68,8 +70,10 @@ class Wrapped(Toy):
 
     def attend(self, query, pool, page_base, static, arrays, spec, extras):
         out, lse = super().attend(query, pool, page_base, static, arrays, spec, extras)
-        if self.change == "rows":  # a bit that depends on how many rows there are
+        if self.change.startswith("rows"):  # a bit that depends on how many rows there are
             out = jnp.where(static.rows % 2 == 0, out, jnp.nextafter(out, jnp.full_like(out, np.inf)))
+        if self.change == "junk":  # what a padding token asks enters the others
+            out = out + query[-1, 0, 0]
         if self.change == "chance":
             wrong = io_callback(lambda: np.int32(next(_calls)), jax.ShapeDtypeStruct((), jnp.int32))
             out = jnp.where(wrong % 3 == 0, out, out + wrong.astype(out.dtype))
@@ -158,6 +162,8 @@ def test_every_relation_passes_and_compares_something(name):
     [
         ("batch", "rows", "bits moved when each row ran alone"),
         ("padding", "rows", "bits moved when padding was added (tokens)"),
+        ("padding", "junk", "bits moved when padding tokens held something else"),
+        ("padding", "rows-unpromised", ""),
         ("relabel", "page-ids", "bits moved when physical pages were renumbered"),
         ("warm", "append", ""),
     ],

@@ -61,9 +61,21 @@ def test_a_second_signal_does_not_wait():
     assert steps == []
 
 
-def test_an_error_of_the_block_goes_first_and_other_threads_are_left_alone():
-    with pytest.raises(ValueError, match="mine"):
+def test_a_signal_is_not_lost_where_the_block_raises():
+    with pytest.raises(KeyboardInterrupt) as info:
         block(interrupt, fail)
+    assert isinstance(info.value.__context__, ValueError)
+    told = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    try:
+        with pytest.raises(ValueError, match="mine"):
+            block(lambda: signal.raise_signal(signal.SIGTERM), fail)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == [signal.SIGTERM]
+
+
+def test_other_threads_are_left_alone():
     done = []
 
     def other():

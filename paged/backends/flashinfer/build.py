@@ -269,7 +269,7 @@ def _generate(spec: ModuleSpec, sources: Sources, where: pathlib.Path) -> list[p
     write(f"{stem}_config.inc", config)
     template = "batch_prefill_paged_sm90_kernel_inst.jinja" if hopper else "batch_prefill_paged_kernel_inst.jinja"
 
-    def kernel(mask: str) -> str:
+    def instance(mask: str) -> str:
         if not _own_producer(spec):
             return head + render(template, mask_mode=mask)
         text, (queries, keys) = _PAGED_PREFILL, _TILES[spec.head_dim]
@@ -279,7 +279,7 @@ def _generate(spec: ModuleSpec, sources: Sources, where: pathlib.Path) -> list[p
             text = text.replace(f"{{{name}}}", str(value))
         return text
 
-    kernels = [write(f"kernel{i}.cu", kernel(mask)) for i, mask in enumerate(_MASKS)]
+    kernels = [write(f"kernel{i}.cu", instance(mask)) for i, mask in enumerate(_MASKS)]
     entry = csrc / ("batch_prefill_sm90.cu" if hopper else "batch_prefill_paged.cu")
     return [*kernels, entry, CSRC / ("adapter_prefill_sm90.cu" if hopper else "adapter_prefill.cu")]
 
