@@ -213,7 +213,9 @@ def summary(body: Mapping[str, Any]) -> str:
     found = body.get("selection")
     if not isinstance(found, Mapping):
         return f"{body['verdict']} at level {body['level']} ({counts})"
-    text = f"{body['verdict']} in {found.get('run')} of {found.get('of')} cases of level {body['level']} ({counts})"
+    checks = f" and {len(body['kit'])} checks of the kit" if body.get("kit") else ""
+    part = f"{found.get('run')} of {found.get('of')} cases of level {body['level']}{checks}"
+    text = f"{body['verdict']} in {part} ({counts})"
     rest = found.get("untouched") or {}
     parts = [f"{kind}: {', '.join(map(str, values))}" for kind, values in rest.items()]
     return f"{text}; not touched: {'; '.join(parts) or 'nothing that is declared'}"

@@ -53,6 +53,7 @@ def test_a_part_says_how_much_it_was_and_what_it_did_not_touch():
     made = body(cases, ["pass", "not-claimed", "pass"])
     line = certificate.summary(made)
     assert line.startswith(f"no failure in 2 of {len(EVERY)} cases of level all (2 pass, 1 not-claimed); not touched: ")
+    assert "cases of level all and 2 checks of the kit (" in certificate.summary({**made, "kit": [1, 2]})
     assert "levels: sharded, serving" in line
     assert "features: decode, lse, prefill, sinks, soft_cap, window" in line
     assert "decode rung: plain, sinks, soft_cap, window" in line
