@@ -14,9 +14,9 @@ from paged.engine.parity import Parity as Parity
 from paged.engine.parity import count_flips as count_flips
 from paged.engine.parity import replay as replay
 from paged.engine.pool import KvPool as KvPool
+from paged.engine.prepared import PreparedStep as PreparedStep
 from paged.engine.runner import DeviceRunner as DeviceRunner
 from paged.engine.runner import Token as Token
-from paged.engine.runtime import PreparedStep as PreparedStep
 from paged.engine.runtime import Runtime as Runtime
 from paged.engine.trace import Overlap as Overlap
 from paged.engine.trace import StepTrace as StepTrace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +11,10 @@ from paged.backends.protocol import AttentionBackend
 from paged.backends.registry import get_backend
 from paged.backends.sharding import KvSharding
 from paged.backends.step import check_step
-from paged.common.checks import check_int, refuse_rows
-from paged.common.errors import InvalidInputError, PoolExhaustedError, UnsupportedError
+from paged.common.checks import check_int
+from paged.common.errors import InvalidInputError, PoolExhaustedError
 from paged.common.namespace import CacheNamespace
-from paged.common.page_table import PageTable, pages_for
+from paged.common.page_table import pages_for
 from paged.control import ControlPlane, FixedShape, Handle, PinnedShapes, PrefixIndex, ShapeLadders, Shapes, Slice
 from paged.control.schedule import chunk_tokens
 from paged.engine.limits import (
@@ -30,8 +29,9 @@ from paged.engine.limits import (
 from paged.engine.namespace import Namespaces
 from paged.engine.params import SamplingParams
 from paged.engine.pool import KvPool
+from paged.engine.prepared import PreparedStep, PreparedSteps
 from paged.engine.request_sampling import RequestSampling
-from paged.engine.runner import DeviceRunner, Packed, Token
+from paged.engine.runner import DeviceRunner, Token
 from paged.engine.step import Program
 from paged.engine.warm_up import Say, WarmUp, warm_up
 from paged.models import Decoder
@@ -40,15 +40,6 @@ _LONG_KV_LEN = 2048
 
 OnChunk = Callable[[int, int], object]
 """on_chunk(tokens done, tokens in all), after each step of a prefill."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PreparedStep:
-    """A step whose pages are reserved and clean; run or cancel it once, before its requests' next one."""
-
-    slices: tuple[Slice, ...]
-    table: PageTable
-    packed: Packed
 
 
 class Runtime:
@@ -158,7 +149,7 @@ class Runtime:
             self.layout, backend, sharding, fingerprint=fingerprint, tokenizer=tokenizer_fingerprint
         )
         self._tokens: dict[Handle, list[int]] = {}
-        self._prepared: set[PreparedStep] = set()
+        self._steps = PreparedSteps(self.plane, self.runner, self.max_tokens)
 
     @property
     def backend(self) -> AttentionBackend:
@@ -333,28 +324,11 @@ class Runtime:
         """
         if known is None:
             known = [self._known(s.handle) for s in slices]
-        ends = np.array([s.start + s.num_tokens for s in slices], np.int64)
-        lengths = np.array([len(k) for k in known], np.int64)
-        refuse_rows("Runtime", "start + num_tokens", ends, ends > lengths, "goes past the known tokens")
-        refuse_rows("Runtime", "positions", ends, ends > self.max_tokens, f"exceed the {self.max_tokens} that fit")
-        if not self.runner.can_mix and len({s.num_tokens == 1 for s in slices}) > 1:
-            raise UnsupportedError(
-                f"backend {self.backend.name!r} does not declare 'mixed': one step cannot hold slices of one token and "
-                f"longer ones. Schedule them apart.",
-                capability="mixed",
-            )
-        table = self.plane.prepare(slices, self.runner.scrub, self.runner.copy, shape=shape)
-        if table is None:
-            return None
-        packed = self.runner.pack([s.handle for s in slices], slices, known, table)
-        prepared = PreparedStep(tuple(slices), table, packed)
-        self._prepared.add(prepared)
-        return prepared
+        return self._steps.prepare(slices, known, shape)
 
     def cancel(self, prepared: PreparedStep) -> None:
         """Give up a prepared step: the requests are as they were before it. Raises what `run` raises."""
-        self._take(prepared)
-        self._undo(prepared)
+        self._steps.cancel(prepared)
 
     def run(self, prepared: PreparedStep) -> list[Token | None]:
         """Run a prepared step and wait for it: for each slice the sampled token, or None where its prompt goes on.
@@ -362,25 +336,7 @@ class Runtime:
         If it fails, the requests are as they were before `prepare_step`; the pool too, unless it was given away
         already. Raises `InvalidInputError` for a step that ran or was cancelled, and if the logits are not finite.
         """
-        self._take(prepared)
-        number = self.plane.dispatch(prepared.table)
-        try:
-            return self.runner.read(self.runner.launch(prepared.packed))
-        except BaseException:
-            self._undo(prepared)
-            raise
-        finally:
-            self.plane.retire(number)
-
-    def _take(self, prepared: PreparedStep) -> None:
-        if prepared not in self._prepared:
-            raise InvalidInputError("this step ran or was cancelled already; prepare another one.")
-        self._prepared.remove(prepared)
-
-    def _undo(self, prepared: PreparedStep) -> None:
-        """The plane counted the step's tokens as cached when it built the table; they are not."""
-        for s in prepared.slices:
-            self.plane.truncate(s.handle, s.start)
+        return self._steps.run(prepared)
 
     @property
     def _pinned(self) -> PinnedShapes | None:
