@@ -181,7 +181,8 @@ def _streams_text(args: argparse.Namespace) -> bool:
 
 
 def _piece(delta: Delta) -> dict[str, Any]:
-    piece = {"prompt": delta.request, "sample": delta.sample, "token_id": delta.token.id, "text": delta.text}
+    token = None if delta.token is None else delta.token.id
+    piece = {"prompt": delta.request, "sample": delta.sample, "token_id": token, "text": delta.text}
     return piece | {"finish_reason": delta.finish_reason}
 
 

@@ -11,6 +11,7 @@ class Counters:
 
     - `recomputed_tokens`: cached tokens that preemptions and failed steps threw away.
     - `prefix_tokens`: tokens that admitted requests, preempted ones again, found cached and did not feed.
+    - `failed`: requests whose logits were no numbers.
     - `forked_tokens`: tokens that admitted requests, preempted ones again, shared with another sample of their prompt.
     """
 
@@ -23,3 +24,4 @@ class Counters:
     recomputed_tokens: int = 0
     finished: int = 0
     aborted: int = 0
+    failed: int = 0

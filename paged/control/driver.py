@@ -17,7 +17,7 @@ from paged.control.family import Family
 from paged.control.outcome import Flight, StepOutcome
 from paged.control.plane import ControlPlane
 from paged.control.requests import Phase, Request, Result
-from paged.control.runner_protocol import RequestId, Step, StepRunner
+from paged.control.runner_protocol import FAILED, RequestId, Step, StepRunner
 from paged.control.running import Plan
 from paged.control.schedule import Schedule
 from paged.control.shapes import PinnedShapes
@@ -45,7 +45,10 @@ class Driver:
 
     Over a plane with a prefix index, a request with a namespace is fed from its first token that is not cached. Its
     whole pages are published once its prompt is in the cache, and again when it finishes; being preempted or aborted
-    publishes nothing.
+    publishes nothing, and neither does failing.
+
+    A request for which the runner has no token, because its logits are no numbers, fails alone, with the reason
+    `"error"`.
 
     Over a plane with `PinnedShapes` a request's tokens are computed alike whatever runs beside it: prompts are fed in
     steps of their own, requests wait until all pages that they may ever need are certain, and only prompts are shared.
@@ -303,6 +306,11 @@ class Driver:
             if not samples or phase is _FINISHED:
                 gone.append(i)
                 continue
+            if token == FAILED:
+                gone.append(i)
+                finished.append(request.id)
+                self._finish(request, "error")
+                continue
             under_way = request.in_flight
             request.tokens[-under_way] = token
             request.in_flight = under_way - 1
@@ -320,7 +328,7 @@ class Driver:
         offsets, rows = flight.table.query_offsets, sampled.shape[0]
         query_lens = offsets[1 : rows + 1] - offsets[:rows]
         cached = flight.table.kv_lens[:rows] - query_lens
-        return StepOutcome(flight.plan.batch, query_lens, cached, sampled, tuple(finished))
+        return StepOutcome(flight.plan.batch, query_lens, cached, sampled, tuple(finished), flight.number)
 
     def _collect(self, flight: Flight) -> np.ndarray:
         sampled = np.array(self.runner.collect(flight.ticket))
@@ -328,7 +336,8 @@ class Driver:
         if sampled.shape != (rows,) or sampled.dtype.kind not in "iu":
             raise InvalidInputError(f"runner.collect must give {rows} ints, got {sampled.dtype} of {sampled.shape}.")
         if rows and sampled.min() < 0:
-            refuse_rows("runner", "sampled token", sampled, (sampled < 0) & flight.samples, "must not be negative")
+            wrong = (sampled < 0) & (sampled != FAILED) & flight.samples
+            refuse_rows("runner", "sampled token", sampled, wrong, "must not be negative")
         return sampled
 
     def _abandon(self) -> None:
@@ -354,7 +363,7 @@ class Driver:
     def _finish(self, request: Request, reason: str) -> None:
         """The one way in which a request ends (scenario H1)."""
         del self._requests[request.id]
-        if reason != "abort" and request.namespace is not None:
+        if reason not in ("abort", "error") and request.namespace is not None:
             # What steps under way write is left out: they may yet be lost.
             plans = [flight.plan for flight in self._flying]
             unsure = sum(n for plan in plans for r, n in zip(plan.requests, plan.counts) if r is request)
@@ -364,10 +373,8 @@ class Driver:
         self.finished[request.id] = Result(
             tokens, reason, request.num_prompt, request.preemptions, request.prefix_tokens
         )
-        if reason == "abort":
-            self.counters.aborted += 1
-        else:
-            self.counters.finished += 1
+        counted = {"abort": "aborted", "error": "failed"}.get(reason, "finished")
+        setattr(self.counters, counted, getattr(self.counters, counted) + 1)
 
     def _free_id(self, request_id: RequestId | None) -> RequestId:
         """`request_id` if it is not in use, or a number that is not."""

@@ -18,7 +18,9 @@ class StepOutcome(NamedTuple):
     - `batch`: ids of the requests that took part.
     - `query_lens`, `cached` (batch,) int32: tokens that each fed, and tokens that it had in the cache before.
     - `tokens` (batch,) int32: the token that each sampled and keeps; −1 where a prompt goes on or the request is gone.
-    - `finished`: ids of the requests that finished with it; their results are in `Driver.finished`.
+    - `finished`: ids of the requests that finished with it, failed ones included; their results are in
+      `Driver.finished`.
+    - `number`: of the step, counted by the plane from 0.
     """
 
     batch: tuple[RequestId, ...]
@@ -26,6 +28,7 @@ class StepOutcome(NamedTuple):
     cached: np.ndarray
     tokens: np.ndarray
     finished: tuple[RequestId, ...]
+    number: int = 0
 
 
 class Flight(NamedTuple):

@@ -65,7 +65,8 @@ class Result:
     """What a request came to.
 
     - `tokens`: generated ids; an end-of-text token is the last.
-    - `reason`: `"stop"` at an end-of-text token, `"length"` at `max_tokens`, `"abort"`.
+    - `reason`: `"stop"` at an end-of-text token, `"length"` at `max_tokens`, `"abort"`, `"error"` where its logits were
+      no numbers.
     - `preemptions`: how often it was sent back to the queue.
     - `prefix_tokens`: tokens of its prompt that it found cached and did not feed.
     """

@@ -16,6 +16,9 @@ RequestId = int | str
 IN_FLIGHT = -1
 """Stands among known tokens for one that an earlier step samples and the host has not seen yet."""
 
+FAILED = -2
+"""Stands among sampled tokens where a request's logits were no numbers: there is no token, and there will be none."""
+
 
 class Step(NamedTuple):
     """One step, its pages ready. Row i of `table` is `slices[i]`; further rows are padding.
@@ -63,5 +66,6 @@ class StepRunner(Protocol):
 
     def collect(self, ticket: Any) -> np.ndarray:
         """Wait for the oldest step that is not collected: (slices,) sampled token ids, int; those of slices that do not
-        sample have no meaning. If this raises, the results of all steps under way are lost."""
+        sample have no meaning. `FAILED` ends that request, and it alone. If this raises, the results of all steps under
+        way are lost."""
         ...

@@ -74,7 +74,7 @@ class Generator:
                 on_chunk(reported, total)
 
         def on_delta(delta: Delta) -> None:
-            if on_token is not None:
+            if on_token is not None and delta.token is not None:
                 on_token(delta.request, delta.token, delta.text)
 
         return self.engine.batch_inference(prompts, params, on_delta=on_delta, on_step=on_step)

@@ -59,6 +59,12 @@ class Intake:
             raise InvalidInputError(f"{name}: params must be SamplingParams, got {show(params)}.")
         return SamplingParams() if params is None else params
 
+    def tenant(self, tenant: object, name: str) -> str | None:
+        """With whom prefixes are shared, if they are; refused in any case if it is no name."""
+        if tenant is not None and not isinstance(tenant, str):
+            raise InvalidInputError(f"{name}: tenant must be a str or None, got {show(tenant)}.")
+        return tenant
+
     def ids(self, prompt: Prompt, name: str) -> tuple[int, ...]:
         """Token ids of a text or of ids."""
         if not isinstance(prompt, str):

@@ -9,20 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paged.backends.protocol import AttentionBackend
-from paged.common.checks import show
-from paged.common.errors import InvalidInputError, PagedError, PoolExhaustedError
+from paged.common.errors import PagedError, PoolExhaustedError
 from paged.common.page_table import pages_for
-from paged.control import Driver, RequestId, StepOutcome
+from paged.control import Driver
 from paged.control.timeline import Timeline
 from paged.engine.intake import Checked, Intake, Params, Prompt
 from paged.engine.interrupts import Deferred
+from paged.engine.live import LiveRequests
 from paged.engine.outputs import BatchProgress, CompletionOutput, Delta, Interruption
 from paged.engine.params import SamplingParams
 from paged.engine.parity import Flips, count_flips
-from paged.engine.runner import Token
 from paged.engine.runtime import Runtime
-from paged.engine.sample import LiveSample
-from paged.engine.text import StopText, TextCodec, stream_after
+from paged.engine.text import TextCodec
 from paged.engine.trace import StepTrace
 from paged.engine.warm_up import Say, WarmUp
 from paged.models import Decoder
@@ -93,13 +91,14 @@ class OfflineEngine:
             schedule=schedule,
             max_request_tokens=self.runtime.max_tokens,
         )
-        self.timeline = Timeline()
-        self._samples: dict[RequestId, LiveSample] = {}
-        self._groups: dict[int, list[CompletionOutput | None]] = {}
-        self._keys: dict[int, list[str]] = {}
+        self._live = LiveRequests(self.driver, self.runtime.runner, self._intake, tokenizer)
         self._inboxes: dict[int, deque[Delta]] = {}
-        self._submitted = self._fed = 0
         self.interruption: Interruption | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        """When requests arrived and their tokens came, in seconds of `time.perf_counter`."""
+        return self._live.timeline
 
     @property
     def idle(self) -> bool:
@@ -123,36 +122,28 @@ class OfflineEngine:
         and `PoolExhaustedError` with the arithmetic for a request that could never be cached whole.
         """
         ids = self._intake.ids(prompt, "prompt")
-        params = self._intake.params(params, "submit")
+        params, tenant = self._intake.params(params, "submit"), self._intake.tenant(tenant, "submit")
         with Deferred():
-            return self._enqueue(ids, params, tenant, priority, "prompt")
+            return self._enqueue(ids, params, tenant, priority, None)
 
     def step(self) -> list[Delta]:
         """Run until the oldest step under way is done: what it added, in the order of its batch. Empty if all is done.
 
         Pieces of requests of a `stream` that is open go there, too, whoever steps. Ctrl-C and SIGTERM wait for the end
-        of the step; a second one does not. Raises what the device raises, and `InvalidInputError` naming the request
-        whose logits are not finite; then requests of the steps under way are computed again, see `Driver.step`, unless
-        they are aborted.
+        of the step; a second one does not. A request whose logits are not finite fails alone: its last piece has the
+        reason `"error"` and no token, and its output says where. Raises what the device raises; then requests of the
+        steps under way are computed again, see `Driver.step`, unless they are aborted.
         """
         with Deferred():
             return self._step()
 
     def abort(self, request: int) -> None:
         """End a request at any point with what it has; its outputs are there to be taken. Nothing if it has ended."""
-        for key in self._keys_of(request):
-            if key in self._samples:
-                self.driver.abort(key)
-                self._end(key, "abort")
+        self._live.abort(request)
 
     def take(self, request: int) -> list[CompletionOutput]:
         """Remove and return the outputs of a request that has ended, one for each sample."""
-        self._keys_of(request)
-        outputs = [output for output in self._groups[request] if output is not None]
-        if len(outputs) < len(self._groups[request]):
-            raise InvalidInputError(f"take: request {request} has not ended. Call step() until it has, or abort() it.")
-        del self._groups[request], self._keys[request]
-        return outputs
+        return self._live.take(request)
 
     def warm_up(self, *params: SamplingParams, strict: bool = False, say: Say | None = None) -> WarmUp:
         """Compile every program that such requests can need, see `Runtime.warm_up`."""
@@ -190,12 +181,14 @@ class OfflineEngine:
           pieces of a step; a second one does not.
 
         All are checked before anything runs: values that are wrong raise `InvalidInputError` naming the prompt. A
-        request that can never fit is refused alone: its output says `"refused"` and why, and the others run.
+        request that can never fit is refused alone: its output says `"refused"` and why, and the others run. One whose
+        logits are not finite fails alone, with the tokens it had: its output says `"error"` and at which step.
 
         If an exception ends the batch, an interrupt included, nothing stays behind in the pool; the exception carries a
         note that says what is done and what is lost, and `interruption` holds the outputs so far.
         """
         outputs: list[CompletionOutput] = []
+        tenant = self._intake.tenant(tenant, "batch_inference")
         for _ in self._running(self._intake.batch(prompts, params), tenant, on_delta, on_step, outputs):
             pass
         return outputs
@@ -215,9 +208,8 @@ class OfflineEngine:
         Prompts are checked at once. Closing the iterator aborts what has not ended. Several streams may be read in
         turn, and requests be submitted beside them: reading any of them lets all get on.
         """
-        return self._running(
-            self._intake.batch(prompts, params), tenant, None, None, [] if outputs is None else outputs
-        )
+        batch, tenant = self._intake.batch(prompts, params), self._intake.tenant(tenant, "stream")
+        return self._running(batch, tenant, None, None, [] if outputs is None else outputs)
 
     def check(self, prompts: Sequence[Prompt], params: Params = None) -> int:
         """Tokens of all prompts, if `batch_inference` would run every one; raises for the first that it would not."""
@@ -239,7 +231,7 @@ class OfflineEngine:
     ) -> Iterator[Delta]:
         index_of: dict[int, int] = {}
         inbox: deque[Delta] = deque()  # filled by whoever steps: another stream may be read in turn with this one
-        before, generated, done = self._fed, 0, 0
+        before, generated, done = self._live.fed, 0, 0
         total = sum(one.params.n for one in batch if one.error is None)
         self.interruption = None
         try:
@@ -262,7 +254,7 @@ class OfflineEngine:
                             on_delta(delta)
                 yield from pieces
                 if on_step is not None:
-                    on_step(BatchProgress(self._fed - before, generated, done, total))
+                    on_step(BatchProgress(self._live.fed - before, generated, done, total))
         except BaseException as error:
             with Deferred():
                 for number in index_of:
@@ -287,8 +279,7 @@ class OfflineEngine:
         outcome = self.driver.step()
         if outcome is None:
             return []
-        self.timeline.observe(outcome, time.perf_counter())
-        deltas = self._accept(outcome, self.runtime.runner.collected)
+        deltas = self._live.accept(outcome, self.runtime.runner.collected, time.perf_counter())
         for delta in deltas:
             if delta.request in self._inboxes:
                 self._inboxes[delta.request].append(delta)
@@ -297,7 +288,7 @@ class OfflineEngine:
     def _drain(self) -> None:
         """If nobody else runs, collect what is under way for requests that ended, so that their pages come free."""
         try:
-            while self.driver.num_in_flight and not self._samples:
+            while self.driver.num_in_flight and not self._live.samples:
                 self.driver.step()
         except Exception:
             # The device failed before; what its steps would have given is lost, and the driver has let go of them.
@@ -315,67 +306,18 @@ class OfflineEngine:
         return out
 
     def _enqueue(
-        self, ids: tuple[int, ...], params: SamplingParams, tenant: str | None, priority: int, name: str
+        self, ids: tuple[int, ...], params: SamplingParams, tenant: str | None, priority: int, name: str | None
     ) -> int:
-        intake, number = self._intake, self._submitted
-        limit = intake.limit(ids, params, name)
-        model_ends = () if params.ignore_eos else self.runtime.model.config.eos
-        ends = frozenset((*model_ends, *params.stop_token_ids))
-        first = intake.sampling(params, len(ids), name)
-        now, keys = time.perf_counter(), [f"{number}.{sample}" for sample in range(params.n)]
         namespace = None
         # What is found cached has no logits, so a prompt whose scores are wanted is computed whole (scenario C13).
         if self.runtime.plane.prefixes is not None and params.prompt_logprobs is None:
             namespace = self.runtime.namespace(tenant=None if self._share_across_tenants else tenant)
-        options: Any = {"eos": ends, "priority": priority, "namespace": namespace}
-        self.driver.submit_samples(ids, limit, keys, **options)
-        for sample, key in enumerate(keys):
-            # One seed for all samples, told apart by their numbers; the first scores the prompt for all.
-            own = params if not sample else dataclasses.replace(params, prompt_logprobs=None)
-            sampling = intake.sampling(own, len(ids), name, seed=first.seed, sample=sample)
-            text = StopText(None if self.tokenizer is None else stream_after(self.tokenizer, ids), params.stop)
-            self._samples[key] = LiveSample(number, sample, ids, params, sampling, text, ends)
-            self.runtime.runner.sampling[key] = sampling
-            self.timeline.arrive(key, now)
-        self._keys[number], self._groups[number] = keys, [None] * params.n
-        self._submitted += 1
-        return number
-
-    def _accept(self, outcome: StepOutcome, collected: Sequence[Token | None]) -> list[Delta]:
-        deltas = []
-        finished = set(outcome.finished)
-        ends = (outcome.cached + outcome.query_lens).tolist()
-        for key, kept, token, end in zip(outcome.batch, outcome.tokens.tolist(), collected, ends):
-            sample = self._samples.get(key)
-            if sample is None:  # it ended while the step was under way
-                continue
-            if sample.fed < len(sample.prompt):
-                self._fed += sample.feed(end)
-            if kept < 0 or token is None:  # its prompt goes on
-                continue
-            text, reason = sample.push(token), None
-            if sample.text.stopped_by is not None:
-                self.driver.stop(key)
-                reason = "stop"
-            elif key in finished:
-                reason = self.driver.finished[key].reason
-            if reason is not None:
-                rest, output = self._end(key, reason)
-                text, reason = text + rest, output.finish_reason
-            deltas.append(Delta(sample.request, sample.number, token, text, reason))
-        return deltas
-
-    def _end(self, key: RequestId, reason: str) -> tuple[str, CompletionOutput]:
-        """Make a sample's output; also the text that was held back."""
-        sample, runner = self._samples.pop(key), self.runtime.runner
-        del runner.sampling[key]
-        scores = runner.prompt_scores.pop(key, {})
-        rest, output = sample.output(reason, self.driver.take(key), scores, self.timeline.timing(key))
-        self.timeline.forget(key)
-        self._groups[sample.request][sample.number] = output
-        return rest, output
-
-    def _keys_of(self, request: int) -> list[str]:
-        if request not in self._keys:
-            raise InvalidInputError(f"there is no request {show(request)}: never submitted, or taken.")
-        return self._keys[request]
+        return self._live.submit(
+            ids,
+            params,
+            model_ends=self.runtime.model.config.eos,
+            namespace=namespace,
+            priority=priority,
+            name=name,
+            now=time.perf_counter(),
+        )

@@ -13,13 +13,13 @@ class Delta:
     """What one step added to one sample of a request.
 
     - `request`: what `submit` returned, or in `stream` the index of the prompt. `sample`: 0 .. n − 1.
-    - `token`: the token; `text`: the text that became certain with it.
+    - `token`: the token, None where the request failed instead; `text`: the text that became certain with it.
     - `finish_reason`: at the end, like `CompletionOutput.finish_reason`; None before.
     """
 
     request: int
     sample: int
-    token: Token
+    token: Token | None
     text: str
     finish_reason: str | None = None
 
@@ -38,7 +38,8 @@ class CompletionOutput:
     - `prompt_logprobs`: the same for each token of the prompt, if asked for, and None for the first, which nothing
       precedes. Only sample 0 has them.
     - `finish_reason`: `"stop"` at an end-of-text token, a stop token or a stop string; `"length"` at `max_tokens` or
-      the model's last position; `"abort"`; `"refused"` for a request that can never fit, and `error` then says why.
+      the model's last position; `"abort"`; `"refused"` for a request that can never fit; `"error"` for one whose logits
+      were not finite, which then has no `prompt_logprobs`. `error` says why in these two.
     - `stop_reason`: the stop string or the id of the token that ended it.
     - `seed`: that was used; None for a greedy request. `preemptions`: how often it gave way and was computed again;
       `prefix_tokens`: of the prompt, found in the prefix cache.
@@ -78,12 +79,15 @@ class BatchProgress:
 
 @dataclasses.dataclass(frozen=True)
 class Interruption:
-    """A batch that an exception ended: `outputs` of all samples, ended ones whole, the others with `"abort"`."""
+    """A batch that an exception ended: `outputs` of all samples, ended ones whole, the others with `"abort"`.
+
+    As text it names each by its prompt (and sample, after a point), with the tokens that it had.
+    """
 
     outputs: tuple[CompletionOutput, ...]
 
     def __str__(self) -> str:
-        done = [o for o in self.outputs if o.finish_reason != "abort"]
+        done = [o for o in self.outputs if o.finish_reason in ("stop", "length")]
         lost = [o for o in self.outputs if o.finish_reason == "abort"]
         begun = [o for o in lost if o.token_ids]
         words = f"{len(done)} of {len(self.outputs)} completions are done ({_names(done)}), {len(lost)} are not"
@@ -91,11 +95,16 @@ class Interruption:
             kept = sum(len(o.token_ids) for o in begun)
             words += (
                 f": {len(begun)} had begun, {kept} tokens in all ({_names(begun)}), and {len(lost) - len(begun)} had "
-                f"no token yet ({_names([o for o in lost if not o.token_ids])})"
+                f"no token yet ({_names([o for o in lost if not o.token_ids], tokens=False)})"
             )
+        for reason, what in (("error", "failed"), ("refused", "were refused")):
+            if those := [o for o in self.outputs if o.finish_reason == reason]:
+                words += f"; {len(those)} {what} ({_names(those, tokens=False)})"
         return words
 
 
-def _names(outputs: list[CompletionOutput]) -> str:
+def _names(outputs: list[CompletionOutput], *, tokens: bool = True) -> str:
     names = [f"{o.request}" if o.sample == 0 else f"{o.request}.{o.sample}" for o in outputs]
+    if tokens:
+        names = [f"{name}: {len(o.token_ids)} tokens" for name, o in zip(names, outputs)]
     return "none" if not names else "prompt " + ", ".join(names[:20]) + (" …" if len(names) > 20 else "")

@@ -16,7 +16,7 @@ from paged.common.checks import check_int, show
 from paged.common.errors import InvalidInputError
 from paged.common.page_table import PageTable
 from paged.control import Slice, Step
-from paged.control.runner_protocol import IN_FLIGHT
+from paged.control.runner_protocol import FAILED, IN_FLIGHT
 from paged.engine.params import GREEDY, NUM_WORDS
 from paged.engine.pool import KvPool, PoolArrays
 from paged.engine.programs import ProgramBook
@@ -240,27 +240,37 @@ class DeviceRunner:
         return self.launch(self.pack(step.batch, step.slices, step.known, step.table))
 
     def collect(self, ticket: Ticket) -> np.ndarray:
-        """Wait for a step: (slices,) int32 sampled ids; 0 for slices that sample nothing. Fills `collected`."""
-        self.collected = self.read(ticket)
-        return np.array([0 if token is None else token.id for token in self.collected], np.int32)
+        """Wait for a step: (slices,) int32 sampled ids; 0 for slices that sample nothing, `FAILED` where logits are not
+        finite. Fills `collected`."""
+        self.collected, failed = self._read(ticket)
+        ids = np.array([0 if token is None else token.id for token in self.collected], np.int32)
+        ids[failed] = FAILED
+        return ids
 
     def read(self, ticket: Ticket) -> list[Token | None]:
         """Wait for a step: for each slice its token, or None where its prompt goes on.
 
         Raises `InvalidInputError` naming the request if its logits were not finite.
         """
+        tokens, failed = self._read(ticket)
+        if failed:
+            _refuse_not_finite([ticket.packed.batch[row] for row in failed], failed[0])
+        return tokens
+
+    def _read(self, ticket: Ticket) -> tuple[list[Token | None], list[int]]:
+        """Tokens of a step, and the rows that should have one and whose logits were not finite."""
         began = time.perf_counter()
         host, prompt = jax.device_get(ticket.scored)
         packed, self._free_at = ticket.packed, time.perf_counter()
         self.traces.append(dataclasses.replace(ticket.trace, wait_s=self._free_at - began))
         rows = np.flatnonzero(packed.samples)
-        logprobs = host.logprobs[rows]
-        if (bad := np.isnan(logprobs)).any():
-            _refuse_not_finite([packed.batch[row] for row in rows[bad].tolist()], int(rows[bad][0]))
+        failed = rows[np.isnan(host.logprobs[rows])].tolist()
         out: list[Token | None] = [None] * len(packed.samples)
         sampled = _tokens(host, rows.tolist(), [packed.num_top[row] for row in rows.tolist()])
         for row, token in zip(rows.tolist(), sampled):
             out[row] = token
+        for row in failed:
+            out[row] = None
         for want in packed.wanted:
             if want.who not in self.sampling:  # it ended meanwhile, and nobody would take them out
                 continue
@@ -268,7 +278,7 @@ class DeviceRunner:
             there = range(want.token, want.token + want.length)
             for position, token in enumerate(_tokens(prompt, there, [want.num_top] * want.length), want.first):
                 scores.setdefault(position, token)
-        return out
+        return out, failed
 
 
 def _tokens(host: Sampled, rows: Sequence[int], num_top: Sequence[int]) -> list[Token]:
@@ -287,6 +297,6 @@ def _refuse_not_finite(who: Sequence[Hashable], row: int) -> NoReturn:
     others = f" So {'is that' if len(who) == 2 else 'are those'} of {len(who) - 1} more." if len(who) > 1 else ""
     raise InvalidInputError(
         f"step: the log probability of what request {show(who[0])} sampled (row {row}) is NaN, so its logits are not "
-        f"finite: a weight that its tokens read is not, or the dtype overflowed.{others} Abort it to go on with the "
+        f"finite: a weight that its tokens read is not, or the dtype overflowed.{others} Release it to go on with the "
         f"others; try float32, and check the weights."
     )

@@ -18,11 +18,12 @@ from paged.engine.text import StopText
 class LiveSample:
     """A sample that has not ended: `tokens` so far, its `text`, and how much of its prompt was `fed`.
 
-    `ends`: ids that end it. `number`: 0 .. n − 1 of `request`.
+    `ends`: ids that end it. `number`: 0 .. n − 1 of `request`; `name`: what messages call its prompt.
     """
 
     request: int
     number: int
+    name: str
     prompt: tuple[int, ...]
     params: SamplingParams
     sampling: RequestSampling
@@ -42,8 +43,17 @@ class LiveSample:
         self.tokens.append(token)
         return self.text.push(token.id)
 
+    def failure(self, step: int, position: int) -> str:
+        """What is wrong with a sample whose logits at `position` were not finite in a step."""
+        sample = f", sample {self.number}" if self.params.n > 1 else ""
+        return (
+            f"{self.name}{sample}: the log probability of its token {len(self.tokens)} (position {position + 1}, step "
+            f"{step}) is NaN, so its logits are not finite: a weight that its tokens read is not, or the dtype "
+            f"overflowed. Try float32, and check the weights."
+        )
+
     def output(
-        self, reason: str, result: Result, scores: Mapping[int, Token], timing: Timing
+        self, reason: str, result: Result, scores: Mapping[int, Token], timing: Timing, error: str | None = None
     ) -> tuple[str, CompletionOutput]:
         """The sample ends: the text that was held back until now, and the whole."""
         rest, params = self.text.finish(), self.params
@@ -53,7 +63,7 @@ class LiveSample:
         if why is None and reason == "stop" and self.tokens and self.tokens[-1].id in self.ends:
             why = self.tokens[-1].id
         prompt_logprobs = None
-        if params.prompt_logprobs is not None and not self.number:
+        if params.prompt_logprobs is not None and not self.number and error is None:
             prompt_logprobs = tuple(scores.get(i) for i in range(len(self.prompt)))
         return rest, CompletionOutput(
             request=self.request,
@@ -70,4 +80,5 @@ class LiveSample:
             preemptions=result.preemptions,
             prefix_tokens=result.prefix_tokens,
             timing=timing,
+            error=error,
         )

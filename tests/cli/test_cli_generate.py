@@ -184,8 +184,8 @@ def test_a_batch_that_is_stopped_prints_what_is_done_and_says_what_is_not(capsys
     # Steps, with two under way: both prompts and their first tokens; second tokens; third ones, and only when these are
     # collected is a row free, so the fourth step feeds the third prompt alone. The fifth gives its second token.
     assert err == (
-        "paged generate: stopped: 2 of 3 completions are done (prompt 0, 1), 1 are not: 1 had begun, 2 tokens in all "
-        "(prompt 2), and 0 had no token yet (none)\n"
+        "paged generate: stopped: 2 of 3 completions are done (prompt 0: 3 tokens, 1: 3 tokens), 1 are not: "
+        "1 had begun, 2 tokens in all (prompt 2: 2 tokens), and 0 had no token yet (none)\n"
     )
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -11,7 +11,7 @@ import numpy as np
 from plane_helpers import POISONED, SCRUBBED, FakePool, checked, make_layout
 
 from paged.control import ControlPlane, Driver, Handle, PrefixIndex, Result, Shapes, Step
-from paged.control.runner_protocol import IN_FLIGHT
+from paged.control.runner_protocol import FAILED, IN_FLIGHT
 
 VOCABULARY = 50
 
@@ -21,10 +21,14 @@ def next_token(history: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(history, np.int32).tobytes()) % VOCABULARY + 1
 
 
-def expected(prompt: Sequence[int], max_tokens: int, eos: Collection[int] = ()) -> tuple[tuple[int, ...], str]:
+def expected(
+    prompt: Sequence[int], max_tokens: int, eos: Collection[int] = (), bad: int | None = None
+) -> tuple[tuple[int, ...], str]:
     """What a request must come to, whatever ran beside it: its tokens and why it ended."""
     history = list(prompt)
     for _ in range(max_tokens):
+        if bad in history:
+            return tuple(history[len(prompt) :]), "error"
         history.append(next_token(history))
         if history[-1] in eos:
             return tuple(history[len(prompt) :]), "stop"
@@ -43,7 +47,7 @@ class FakeRunner:
     """Runs a step when it is collected, and scrubs at once: the worst order that a fence has to survive. Only a copy
     waits for the steps that were dispatched before it.
 
-    Slices that do not sample get −7, which must never show up anywhere.
+    Slices that do not sample get −7, which must never show up anywhere. Requests that hold the token `bad` fail.
     """
 
     def __init__(self, plane: ControlPlane, depth: int = 1, can_mix: bool = True):
@@ -54,6 +58,7 @@ class FakeRunner:
         self.scrub = self.pool.scrub
         self.fail_dispatch = self.fail_collect = False
         self.failures = 0
+        self.bad: int | None = None
         self._flying: deque[_Flight] = deque()
         self._sampled: dict[Handle, int] = {}
 
@@ -105,7 +110,8 @@ class FakeRunner:
             history = self.pool.read(step.table, i)
             assert not {SCRUBBED, POISONED} & set(history), f"a page of {step.batch[i]} was given away"
             self._sampled[s.handle] = next_token(history)
-            out.append(self._sampled[s.handle] if flight.samples[i] else -7)
+            token = FAILED if self.bad in history else self._sampled[s.handle]
+            out.append(token if flight.samples[i] else -7)
         flight.sampled = np.array(out, np.int32)
         return flight.sampled
 

@@ -1,5 +1,6 @@
 """Random arrivals, lengths, priorities, aborts, failures and pool sizes: every request finishes with the right tokens.
 
+Requests with a certain token fail, and nothing of it is published.
 The pool has room for the longest request and up to six pages more, so it is overcommitted most of the time.
 `PAGED_EXAMPLES` sets how many runs are tried.
 """
@@ -28,8 +29,9 @@ class DriverMachine(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         how=st.sampled_from([("mixed", True), ("prefill_first", True), ("prefill_first", False), ("pinned", True)]),
         prefixes=st.booleans(),
+        bad=st.sampled_from([None, None, VOCABULARY]),
     )
-    def build(self, size, spare_pages, rows, depth, budget, how, prefixes):
+    def build(self, size, spare_pages, rows, depth, budget, how, prefixes, bad):
         self.pinned, shapes = how[0] == "pinned", None
         num_pages = 1 + -(-LONGEST // size) + spare_pages
         if self.pinned:
@@ -47,6 +49,7 @@ class DriverMachine(RuleBasedStateMachine):
             prefixes=prefixes,
             shapes=shapes,
         )
+        self.runner.bad = bad
         self.wanted = {}
         self.ended = {}
         self.prompts = []
@@ -72,7 +75,7 @@ class DriverMachine(RuleBasedStateMachine):
         else:
             keys = [f"{len(self.wanted)}.{i}" for i in range(samples)]
             self.driver.submit_samples(prompt, max_tokens, keys, **options)
-        self.wanted |= dict.fromkeys(keys, expected(prompt, max_tokens, eos))
+        self.wanted |= dict.fromkeys(keys, expected(prompt, max_tokens, eos, self.runner.bad))
 
     @rule()
     def step(self):
@@ -113,7 +116,8 @@ class DriverMachine(RuleBasedStateMachine):
                 assert self.driver.counters.preemptions == 0
             assert self.driver.plane.leaked_pages() == 0
             if self.driver.plane.prefixes is not None:
-                published(self.driver, self.runner)
+                contents = published(self.driver, self.runner)
+                assert not any(self.runner.bad in tokens for tokens in contents)
 
     def teardown(self):
         if not hasattr(self, "driver"):

@@ -146,7 +146,11 @@ def test_tenants_share_only_with_themselves_unless_asked(make_engine, prompts):
     engine = make_engine(prefix_cache=True)
     assert hits(engine, "a", "b", None, "a", "b", None) == [0, 0, 0, 36, 36, 36]
     assert hits(make_engine(prefix_cache=True, share_across_tenants=True), "a", "b", None) == [0, 36, 36]
-    assert hits(make_engine(), "a", "a") == [0, 0]
+    plain = make_engine()
+    assert hits(plain, "a", "a") == [0, 0]
+    for one in (engine, plain):  # not through submit, whose types are checked in tests
+        with pytest.raises(InvalidInputError, match="submit: tenant must be a str or None, got 3"):
+            one._intake.tenant(3, "submit")
 
 
 def test_scenario_c8_other_weights_never_meet_what_the_old_ones_cached(make_engine, tiny, prompts):
