@@ -104,7 +104,11 @@ def run(name: str, module: Any, args: argparse.Namespace) -> int:
             return 2
         matplotlib.use("Agg")
     began = machine()
-    figures: Figures = {"benchmark": name, "machine": began, **module.run(args)}
+    try:
+        figures: Figures = {"benchmark": name, "machine": began, **module.run(args)}
+    except KeyboardInterrupt as stopped:
+        stopped.add_note(f"the passes of {name} were not finished; no figure is told and nothing was written")
+        raise
     figures["machine"]["load_after"] = machine()["load"]
     m = figures["machine"]
     print(f"{m['cpu']}, {m['cores']} cores, load {m['load']} .. {m['load_after']}, {m['date']} UTC")

@@ -27,6 +27,8 @@ class OtherArm:
 
     def __exit__(self, *error: object) -> None:
         assert self._process.stdin is not None
+        if error[0] is not None:  # it may be in the middle of something, and nobody waits for its answer
+            self._process.kill()
         self._process.stdin.close()
         self._process.wait(60)
 

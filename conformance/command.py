@@ -130,12 +130,23 @@ def _execute(
     if (executor := _executor(args)) is not None:
         request["executor"] = {"name": executor, "options": parse(args.executor_option)}
     worker = Worker(request)
+    try:
+        return _supervised(args, catalogue, worker, request, jobs, what, told)
+    finally:
+        worker.close()
+
+
+def _supervised(
+    args: argparse.Namespace,
+    catalogue: Catalogue,
+    worker: Worker,
+    request: Mapping[str, Any],
+    jobs: Sequence[Job] | Callable[[Mapping[str, Any]], Sequence[Job]],
+    what: Any,
+    told: Sequence[str],
+) -> tuple[dict[str, Any], dict[str, Result]]:
     if callable(jobs):
-        try:
-            jobs = jobs(worker.introduction)
-        except BaseException:
-            worker.close()
-            raise
+        jobs = jobs(worker.introduction)
     key = digest([worker.introduction, catalogue.digest, request, _suite_sources(), what])
     path = cache_directory() / "journals" / f"{args.backend}-{key[7:23]}.jsonl"
     progress = Progress(len(jobs), sys.stderr, label=what if isinstance(what, str) else "", told=told)
@@ -146,6 +157,13 @@ def _execute(
             results = supervise(
                 worker, request, jobs, deadline=_deadline(args, jobs), journal=journal, progress=progress
             )
+        except KeyboardInterrupt as stopped:
+            stopped.add_note(
+                f"{progress.done} of {progress.total} results are kept in {journal.path}, "
+                f"{progress.total - progress.done} are left; the same command goes on from there; nothing else "
+                f"was written"
+            )
+            raise
         finally:
             progress.close()
         journal.discard()

@@ -21,7 +21,6 @@ COMMANDS = {
 """Subcommand -> one line of help. The module is `paged.cli.<name>`."""
 
 EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130
 
 
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
@@ -41,17 +40,22 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status; errors that `paged` raises on purpose are one line on stderr."""
+    """Run one subcommand and return its exit status.
+
+    Errors that `paged` raises on purpose are one line on stderr, and so is what a command had done when Ctrl-C (status
+    130) or SIGTERM (143) ended it.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     wanted = next((a for a in arguments if not a.startswith("-")), None)
     args = build_parser(wanted).parse_args(arguments)
+    from paged.cli import stopping
     from paged.common.errors import PagedError
 
     try:
-        return int(args.run(args))
+        with stopping.terminable():
+            return int(args.run(args))
     except PagedError as error:
         print(f"paged {args.command}: {error}", file=sys.stderr)
         return EXIT_ERROR
-    except KeyboardInterrupt:
-        print(f"paged {args.command}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as stopped:
+        return stopping.say(args.command, stopped)

@@ -7,11 +7,9 @@ import contextlib
 import json
 import os
 import re
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paged.cli.arguments import count, nonnegative
@@ -23,13 +21,8 @@ if TYPE_CHECKING:
     from paged.models.checkpoint import LoadedModel
 
 EXIT_ERROR = 2
-EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _FEWEST_PAGES = 64
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
-
-class Terminated(BaseException):
-    """The process was asked to end (SIGTERM)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,19 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0; 2 for what `paged.cli.main` reports in one line; 130 after Ctrl-C and 143 after SIGTERM.
+    """Exit status: 0, or 2 for what `paged.cli.main` reports in one line.
 
-    What was done by then is printed, and stderr says what was not."""
+    After Ctrl-C or SIGTERM, what was done by then is printed, and the exception's note says what was not."""
     from paged.cli.progress import Progress
 
     progress = Progress(quiet=args.quiet)
     try:
-        with _terminable():
-            return _run(args, progress)
-    except Terminated:
-        progress.clear()
-        print("paged generate: terminated", file=sys.stderr)
-        return EXIT_TERMINATED
+        return _run(args, progress)
     except BrokenPipeError:
         # The reader of our output went away: nothing is left to say, and the interpreter must not try at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -129,14 +117,11 @@ def _run(args: argparse.Namespace, progress: Progress) -> int:
     started = time.perf_counter()
     try:
         outputs = _generate(args, params, engine, progress)
-    except (KeyboardInterrupt, Terminated) as stopped:
+    except KeyboardInterrupt:
         progress.clear()
         if engine.interruption is not None:
             _print(args, engine.interruption.outputs)
-            print(f"paged generate: stopped: {engine.interruption}", file=sys.stderr)
-        if isinstance(stopped, KeyboardInterrupt):
-            return EXIT_INTERRUPTED
-        return EXIT_TERMINATED
+        raise
     seconds = time.perf_counter() - started
     progress.clear()
     _print(args, outputs)
@@ -200,23 +185,6 @@ def _print(args: argparse.Namespace, outputs: Sequence[CompletionOutput]) -> Non
             stopped = " (stopped)" if output.finish_reason == "abort" else ""
             print(f"--- {number}{stopped}: {args.prompt[output.request]}\n{output.text}")
     sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM raises `Terminated` in here, so that what is done can be said."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminate(*_: object) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _sharding(shards: int) -> KvSharding | None:

@@ -133,7 +133,8 @@ def _save(path: Path, lines: Iterable[str]) -> None:
                 file.writelines(lines)
             if part is not path:
                 part.replace(path)
-        except BaseException:
+        except BaseException as error:
+            error.add_note(f"{path} was not written")
             if part is not path:
                 part.unlink(missing_ok=True)
             raise

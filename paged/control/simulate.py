@@ -129,7 +129,7 @@ def simulate(
     - `on_progress(requests that arrived)`: called now and then.
 
     A prompt given as a count stands for ids that no other prompt begins with. If the plane has a prefix index, all
-    requests share it. Raises what `Driver` raises.
+    requests share it. Raises what `Driver` raises. Ctrl-C gets a note that says how far the run was.
     """
     began = time.perf_counter()
     runner = SimulatedRunner(cost, depth=depth, can_mix=can_mix)
@@ -142,40 +142,48 @@ def simulate(
         namespace = CacheNamespace(weights="simulated", revision=0, tokenizer="", kv_dtype=plane.layout.dtype)
     refused = prompt_tokens = prefix_tokens = generated_tokens = peak_running = peak_pages = 0
     running_s = pages_s = 0.0
-    while True:
-        while coming is not None and coming[1].arrival_s <= runner.now:
-            number, arrival = coming
-            coming = next(arrivals, None)
-            try:
-                prompt = arrival.prompt_tokens
-                prompt = own_ids(number, prompt) if isinstance(prompt, int) else prompt
-                driver.submit(
-                    prompt, arrival.output_tokens, priority=arrival.priority, request_id=number, namespace=namespace
-                )
-            except PoolExhaustedError:
-                refused += 1
+    try:
+        while True:
+            while coming is not None and coming[1].arrival_s <= runner.now:
+                number, arrival = coming
+                coming = next(arrivals, None)
+                try:
+                    prompt = arrival.prompt_tokens
+                    prompt = own_ids(number, prompt) if isinstance(prompt, int) else prompt
+                    driver.submit(
+                        prompt, arrival.output_tokens, priority=arrival.priority, request_id=number, namespace=namespace
+                    )
+                except PoolExhaustedError:
+                    refused += 1
+                    continue
+                prompt_tokens += len(prompt)
+                timeline.arrive(number, arrival.arrival_s)
+                if on_progress is not None and (number + 1) % 1000 == 0:
+                    on_progress(number + 1)
+            before, running, pages = runner.now, driver.num_running, plane.held_pages
+            outcome = driver.step()
+            if outcome is None:
+                if coming is None:
+                    break
+                runner.now = max(runner.now, coming[1].arrival_s)
                 continue
-            prompt_tokens += len(prompt)
-            timeline.arrive(number, arrival.arrival_s)
-            if on_progress is not None and (number + 1) % 1000 == 0:
-                on_progress(number + 1)
-        before, running, pages = runner.now, driver.num_running, plane.held_pages
-        outcome = driver.step()
-        if outcome is None:
-            if coming is None:
-                break
-            runner.now = max(runner.now, coming[1].arrival_s)
-            continue
-        running_s += max(running, driver.num_running) * (runner.now - before)
-        pages_s += max(pages, plane.held_pages) * (runner.now - before)
-        peak_running = max(peak_running, running, driver.num_running)
-        peak_pages = max(peak_pages, pages, plane.held_pages)
-        timeline.observe(outcome, runner.now)
-        for key in outcome.finished:
-            result = driver.take(key)
-            generated_tokens += len(result.tokens)
-            prefix_tokens += result.prefix_tokens
-            timeline.forget(key)
+            running_s += max(running, driver.num_running) * (runner.now - before)
+            pages_s += max(pages, plane.held_pages) * (runner.now - before)
+            peak_running = max(peak_running, running, driver.num_running)
+            peak_pages = max(peak_pages, pages, plane.held_pages)
+            timeline.observe(outcome, runner.now)
+            for key in outcome.finished:
+                result = driver.take(key)
+                generated_tokens += len(result.tokens)
+                prefix_tokens += result.prefix_tokens
+                timeline.forget(key)
+    except KeyboardInterrupt as stopped:
+        stopped.add_note(
+            f"{driver.counters.finished} requests were finished, {driver.num_running} ran and {driver.num_waiting} "
+            f"waited after {runner.now:.1f} simulated seconds and {driver.counters.steps} steps; there is no "
+            f"report of a part"
+        )
+        raise
     return Report(
         finished=driver.counters.finished,
         refused=refused,

@@ -155,8 +155,10 @@ def test_a_stream_is_a_line_of_json_for_each_piece_and_ends_before_the_stop_text
     assert "give one of the two" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_batch_that_is_stopped_prints_what_is_done_and_says_what_is_not(capsys, monkeypatch, directory, kind, code):
+@pytest.mark.parametrize(("kind", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_a_batch_that_is_stopped_prints_what_is_done_and_says_what_is_not(
+    capsys, monkeypatch, directory, kind, code, word
+):
     from paged.engine import DeviceRunner
 
     collect, calls = DeviceRunner.collect, []
@@ -184,7 +186,7 @@ def test_a_batch_that_is_stopped_prints_what_is_done_and_says_what_is_not(capsys
     # Steps, with two under way: both prompts and their first tokens; second tokens; third ones, and only when these are
     # collected is a row free, so the fourth step feeds the third prompt alone. The fifth gives its second token.
     assert err == (
-        "paged generate: stopped: 2 of 3 completions are done (prompt 0: 3 tokens, 1: 3 tokens), 1 are not: "
+        f"paged generate: {word}: 2 of 3 completions are done (prompt 0: 3 tokens, 1: 3 tokens), 1 are not: "
         "1 had begun, 2 tokens in all (prompt 2: 2 tokens), and 0 had no token yet (none)\n"
     )
     assert signal.getsignal(signal.SIGTERM) is before

@@ -108,6 +108,6 @@ def test_an_interrupted_run_says_so_and_leaves_no_part_of_a_trace(capsys, monkey
     trace.write_text("an older one")
     monkeypatch.setattr(trace_module, "trace_lines", cut)
     status, out, err = run(capsys, *MADE_UP, "--num-pages", "60", "--save-trace", str(trace))
-    assert (status, out, err) == (130, "", "paged simulate: interrupted\n")
+    assert (status, out, err) == (130, "", f"paged simulate: interrupted: {trace} was not written\n")
     assert trace.read_text() == "an older one"
     assert list(tmp_path.iterdir()) == [trace]

@@ -16,10 +16,10 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 
+from paged.backends.flashinfer.compilers import Compilers
 from paged.backends.flashinfer.module_spec import CTYPES, ModuleSpec
 from paged.common.errors import BackendUnavailableError, InvalidInputError
 
@@ -140,14 +140,16 @@ def build(
     }
     start = time.monotonic()
     # All modules' files go through one queue; a module is linked, and recorded, as soon as its own are compiled.
+    compilers = Compilers()
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
-        pending = {
-            spec: _compile(pool, spec, sources, nvcc, arch, directory / "generated" / spec.name) for spec in missing
-        }
         try:
+            pending = {
+                spec: _compile(pool, compilers, spec, sources, nvcc, arch, directory / "generated" / spec.name)
+                for spec in missing
+            }
             for spec, objects in pending.items():
                 file = directory / f"{spec.name}.so"
-                _link(nvcc, spec, [o.result() for o in objects], file)
+                _link(compilers, nvcc, spec, [o.result() for o in objects], file)
                 manifest["modules"][spec.name] = {
                     "key": missing[spec],
                     "sha256": sha256(file),
@@ -156,8 +158,15 @@ def build(
                 manifest.update(arch=arch, flashinfer=sources.version, schema=1)
                 (directory / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
                 progress(f"{spec.name}: {file.stat().st_size >> 10} KiB, after {time.monotonic() - start:.0f} s")
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
+            compilers.stop()
+            if isinstance(error, KeyboardInterrupt):
+                done = sum(_built(manifest, spec, directory) == key for spec, key in missing.items())
+                error.add_note(
+                    f"{done} of {len(missing)} modules were built into {directory} and are kept; the same command "
+                    f"builds the others"
+                )
             raise
     shutil.rmtree(directory / "generated", ignore_errors=True)
     return directory
@@ -302,6 +311,7 @@ def _includes(sources: Sources, where: pathlib.Path) -> list[str]:
 
 def _compile(
     pool: concurrent.futures.Executor,
+    compilers: Compilers,
     spec: ModuleSpec,
     sources: Sources,
     nvcc: str,
@@ -316,7 +326,7 @@ def _compile(
 
     def compile_one(source: pathlib.Path) -> str:
         target = str(where / f"{source.stem}.o")
-        done = subprocess.run([*command, "-c", str(source), "-o", target], capture_output=True, text=True)
+        done = compilers.run([*command, "-c", str(source), "-o", target])
         if done.returncode:
             text = (done.stdout + done.stderr)[-6000:]
             raise BackendUnavailableError(f"nvcc failed on {source.name} of module {spec.name}:\n{text}")
@@ -325,10 +335,10 @@ def _compile(
     return [pool.submit(compile_one, source) for source in generated]
 
 
-def _link(nvcc: str, spec: ModuleSpec, objects: list[str], target: pathlib.Path) -> None:
+def _link(compilers: Compilers, nvcc: str, spec: ModuleSpec, objects: list[str], target: pathlib.Path) -> None:
     # The host functions for ragged batches refer to kernels that are not built; gc-sections drops them.
     strip = ["-Xlinker", "--gc-sections", "-Xlinker", "-s"]
     link = [nvcc, "-shared", "-cudart=shared", *objects, *strip, "-o", str(target)]
-    done = subprocess.run(link, capture_output=True, text=True)
+    done = compilers.run(link)
     if done.returncode:
         raise BackendUnavailableError(f"linking module {spec.name} failed:\n{done.stderr[-4000:]}")
