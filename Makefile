@@ -10,7 +10,7 @@ RUN := JAX_COMPILATION_CACHE_DIR=$(CACHE) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_
 AITER_VENV ?= .venv-aiter
 AITER_RUN := $(RUN) $(AITER_VENV)/bin/python
 
-.PHONY: help certify certify-aiter certify-aiter-cpu certify-aiter-full test mutants check format clean
+.PHONY: help set-up certify certify-aiter certify-aiter-cpu certify-aiter-full test mutants check format clean
 help:
 	@echo "make certify   certify the reference and the xla backend on 8 virtual CPU devices, into $(OUT)/"
 	@echo "make certify-aiter-cpu  AITER's steps lowered for ROCm, and over C++ handlers on CPU"
@@ -33,6 +33,9 @@ $(VENV)/.weights: $(VENV)/.ready
 $(VENV)/.dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
+
+# All that goes into $(VENV), before several of the others use it at once.
+set-up: $(VENV)/.dev $(VENV)/.weights
 
 certify: $(VENV)/.ready
 	@mkdir -p $(OUT)
