@@ -16,11 +16,11 @@ from paged.cli.arguments import count, nonnegative
 
 if TYPE_CHECKING:
     from paged.backends.sharding import KvSharding
+    from paged.cli.batch_file import Results
     from paged.cli.progress import Progress
     from paged.engine import BatchProgress, CompletionOutput, Delta, OfflineEngine, SamplingParams
-    from paged.models.checkpoint import LoadedModel
 
-EXIT_ERROR = 2
+EXIT_FAILED, EXIT_ERROR = 1, 2
 _FEWEST_PAGES = 64
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -29,7 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `paged generate`."""
     add = parser.add_argument
     add("--model", required=True, help="smollm2, a Hugging Face directory, or a .gguf file")
-    add("--prompt", required=True, action="append", metavar="TEXT", help="text to continue; repeat it for a batch")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; repeat it for a batch")
+    source.add_argument(
+        "--input",
+        metavar="FILE",
+        help="JSON lines: prompt (text or ids), and if wanted id and fields of SamplingParams, for which the options "
+        "below are the defaults; a wrong line is named and nothing runs",
+    )
+    add("--output", metavar="FILE", help="with --input: a line of JSON for each completion as it ends (stdout)")
     add("--max-tokens", type=count, default=16, metavar="N", help="tokens to generate at most (16)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and activations")
     add("--kv-dtype", metavar="NAME", help="element type of the pool (that of --dtype)")
@@ -62,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0, or 2 for what `paged.cli.main` reports in one line.
+    """Exit status: 0; 1 if a request was refused or failed, which stderr says; 2 for what `paged.cli.main` reports in
+    one line.
 
     After Ctrl-C or SIGTERM, what was done by then is printed, and the exception's note says what was not."""
     from paged.cli.progress import Progress
@@ -81,15 +90,17 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, progress: Progress) -> int:
     from paged.common.errors import InvalidInputError
 
-    for i, prompt in enumerate(args.prompt):
+    for i, prompt in enumerate(args.prompt or ()):
         if not prompt:
             raise InvalidInputError(f"prompt {i} is empty: there is nothing to continue from. Give some text.")
     if args.stream and args.json:
         raise InvalidInputError("--stream prints pieces and --json whole completions; give one of the two.")
+    if args.input is None and args.output is not None:
+        raise InvalidInputError("--output is for the results of --input.")
+    if args.input is not None and (args.stream or args.json):
+        raise InvalidInputError("--input gives a line of JSON for each completion; leave --stream and --json out.")
     sharding = _sharding(args.tensor_parallel)
     from paged.engine import SamplingParams
-    from paged.engine.compile_cache import use_compile_cache
-    from paged.models.checkpoint import load_model
 
     params = SamplingParams(
         max_tokens=args.max_tokens,
@@ -104,34 +115,58 @@ def _run(args: argparse.Namespace, progress: Progress) -> int:
         logprobs=args.top_logprobs,
         prompt_logprobs=args.prompt_logprobs,
     )
-    use_compile_cache()
-    started = time.perf_counter()
-    loaded = load_model(
-        args.model,
-        dtype=args.dtype,
-        sharding=sharding,
-        progress=lambda name, done, total: progress.update("loading weights", done, total, name),
-    )
-    progress.say(f"loaded {args.model} in {time.perf_counter() - started:.1f} s")
-    engine = _engine(args, params, loaded, sharding)
-    started = time.perf_counter()
-    try:
-        outputs = _generate(args, params, engine, progress)
-    except KeyboardInterrupt:
-        progress.clear()
-        if engine.interruption is not None:
-            _print(args, engine.interruption.outputs)
-        raise
+    from paged.cli import batch_file
+
+    if args.input is None:
+        prompts = [batch_file.prompt_of(f"prompt {i}", prompt) for i, prompt in enumerate(args.prompt)]
+        engine = _loaded(args, prompts, [params] * len(prompts), sharding, progress)
+        started = time.perf_counter()
+        try:
+            outputs = _generate(args, params, engine, progress)
+        except KeyboardInterrupt:
+            progress.clear()
+            if engine.interruption is not None:
+                _print(args, engine.interruption.outputs)
+            raise
+    else:
+        lines = batch_file.read(args.input, params)
+        with batch_file.opened(args.output) as stream:
+            engine = _loaded(args, [line.prompt for line in lines], [line.params for line in lines], sharding, progress)
+            started = time.perf_counter()
+            outputs = _generate_lines(args, engine, batch_file.Results(stream, lines), progress)
     seconds = time.perf_counter() - started
     progress.clear()
-    _print(args, outputs)
+    if args.input is None:
+        _print(args, outputs)
     generated = sum(len(o.token_ids) for o in outputs)
     progress.say(f"{generated} tokens in {seconds:.1f} s, compilation included")
     if args.trace:
         from paged.engine import Overlap
 
         print("\n".join(Overlap.of(engine.trace()).lines()), file=sys.stderr)
-    return 0
+    bad = [output for output in outputs if output.error is not None]
+    for output in bad:
+        print(f"paged generate: {output.finish_reason}: {output.error}", file=sys.stderr)
+    return EXIT_FAILED if bad else 0
+
+
+def _generate_lines(
+    args: argparse.Namespace, engine: OfflineEngine, results: Results, progress: Progress
+) -> list[CompletionOutput]:
+    lines = results.lines
+
+    def on_step(done: BatchProgress) -> None:
+        progress.update("completions", done.finished, done.total)
+
+    try:
+        prompts, params = [line.prompt for line in lines], [line.params for line in lines]
+        return engine.batch_inference(prompts, params, on_output=results.put, on_step=on_step)
+    except KeyboardInterrupt as stopped:
+        stopped.add_note(
+            f"{results.written} completions are in {args.output or 'what was printed'}; prompt i is line i + 1 of "
+            f"{args.input}"
+        )
+        raise
 
 
 def _generate(
@@ -182,7 +217,7 @@ def _print(args: argparse.Namespace, outputs: Sequence[CompletionOutput]) -> Non
     else:
         for output in outputs:
             number = f"{output.request}" + (f".{output.sample}" if args.samples > 1 else "")
-            stopped = " (stopped)" if output.finish_reason == "abort" else ""
+            stopped = {"abort": " (stopped)", "error": " (failed)"}.get(output.finish_reason, "")
             print(f"--- {number}{stopped}: {args.prompt[output.request]}\n{output.text}")
     sys.stdout.flush()
 
@@ -207,19 +242,39 @@ def _sharding(shards: int) -> KvSharding | None:
     return KvSharding(jax.sharding.Mesh(np.array(devices[:shards]), ("tensor",)), ("tensor",))
 
 
-def _engine(
-    args: argparse.Namespace, params: SamplingParams, loaded: LoadedModel, sharding: KvSharding | None
+def _loaded(
+    args: argparse.Namespace,
+    prompts: Sequence[str | list[int]],
+    every: Sequence[SamplingParams],
+    sharding: KvSharding | None,
+    progress: Progress,
 ) -> OfflineEngine:
+    """The model, in an engine with room for these requests."""
+    from paged.engine.compile_cache import use_compile_cache
+    from paged.models.checkpoint import load_model
+
+    use_compile_cache()
+    started = time.perf_counter()
+    loaded = load_model(
+        args.model,
+        dtype=args.dtype,
+        sharding=sharding,
+        progress=lambda name, done, total: progress.update("loading weights", done, total, name),
+    )
+    progress.say(f"loaded {args.model} in {time.perf_counter() - started:.1f} s")
     from paged.common.page_table import pages_for
     from paged.engine import OfflineEngine
 
-    rows = args.max_requests or min(len(args.prompt) * args.samples, 32)
+    rows = args.max_requests or min(sum(params.n for params in every), 32)
     pages = args.pages
     if pages is None and args.memory is None:
         limit = loaded.config.max_positions
-        tokens = [min(len(loaded.tokenizer.encode(p)) + args.max_tokens, limit) for p in args.prompt]
-        need = sorted((pages_for(t, args.tokens_per_page) for t in tokens), reverse=True)
-        need = [each for each in need for _ in range(args.samples)]
+        lengths = [len(loaded.tokenizer.encode(p) if isinstance(p, str) else p) for p in prompts]
+        tokens = [min(length + params.max_tokens, limit) for length, params in zip(lengths, every)]
+        need = [
+            pages_for(t, args.tokens_per_page) for t, params in zip(tokens, every) for _ in range(min(params.n, rows))
+        ]
+        need.sort(reverse=True)
         # A program is compiled for each pool size, so sizes are few: what earlier runs compiled may be cached.
         pages = max(_FEWEST_PAGES, 1 << sum(need[:rows]).bit_length())
     return OfflineEngine(
@@ -228,7 +283,7 @@ def _engine(
         args.backend,
         invariant=args.invariant,
         prefix_cache=args.prefix_cache,
-        max_logprobs=params.num_top,
+        max_logprobs=max(params.num_top for params in every),
         num_pages=pages,
         memory_bytes=args.memory,
         tokens_per_page=args.tokens_per_page,
@@ -241,20 +296,14 @@ def _engine(
 
 
 def _document(args: argparse.Namespace, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+    from paged.cli.batch_file import fields_of
+
     entries = []
     for o in outputs:
-        entry: dict[str, Any] = {"prompt": args.prompt[o.request], "prompt_ids": o.prompt_ids, "text": o.text}
-        entry |= {"token_ids": o.token_ids, "logprobs": o.logprobs, "finish_reason": o.finish_reason}
+        entry: dict[str, Any] = {"prompt": args.prompt[o.request], "prompt_ids": o.prompt_ids}
         if args.samples > 1:
             entry["sample"] = o.sample
-        if o.seed is not None:
-            entry["seed"] = o.seed
-        if args.top_logprobs:
-            entry["top_logprobs"] = o.top_logprobs
-        if o.prompt_logprobs is not None:
-            scored = [token and {"logprob": token.logprob, "top": token.top} for token in o.prompt_logprobs]
-            entry["prompt_logprobs"] = scored
-        entries.append(entry)
+        entries.append(entry | fields_of(o))
     return {"model": args.model, "backend": args.backend, "dtype": args.dtype, "completions": entries}
 
 

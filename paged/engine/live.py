@@ -99,6 +99,10 @@ class LiveRequests:
             deltas.append(Delta(sample.request, sample.number, token, text, reason))
         return deltas
 
+    def output(self, request: int, sample: int) -> CompletionOutput | None:
+        """What a sample of a request came to, if it has ended; it stays to be taken."""
+        return self._groups[request][sample]
+
     def abort(self, request: int) -> None:
         """End what has not ended of a request."""
         for key in self._keys_of(request):

@@ -26,10 +26,26 @@ from paged.engine.warm_up import Say, WarmUp
 from paged.models import Decoder
 
 OnDelta = Callable[[Delta], object]
+OnOutput = Callable[[CompletionOutput], object]
 OnStep = Callable[[BatchProgress], object]
 
 _DEFAULT_REQUEST_TOKENS = 1024
 _DEFAULT_LOGPROBS = 20
+
+
+def _nothing(_: object) -> None:
+    """What is called where nobody asked to be."""
+
+
+class _Calls:
+    """Whom a batch calls as it gets on."""
+
+    def __init__(
+        self, on_delta: OnDelta | None = None, on_output: OnOutput | None = None, on_step: OnStep | None = None
+    ):
+        self.on_delta = on_delta or _nothing
+        self.on_output = on_output or _nothing
+        self.on_step = on_step or _nothing
 
 
 class OfflineEngine:
@@ -173,12 +189,14 @@ class OfflineEngine:
         tenant: str | None = None,
         on_delta: OnDelta | None = None,
         on_step: OnStep | None = None,
+        on_output: OnOutput | None = None,
     ) -> list[CompletionOutput]:
         """Continue all prompts; outputs in their order, `n` for each.
 
-        - `params`: for all prompts, or one for each. `on_delta`: called with each piece as it comes, see `stream`.
-          `on_step`: called after each step. `tenant`: see `submit`. Ctrl-C and SIGTERM wait until `on_delta` had all
-          pieces of a step; a second one does not.
+        - `params`: for all prompts, or one for each. `tenant`: see `submit`.
+        - `on_delta`: called with each piece as it comes, see `stream`. `on_output`: with each output as soon as it has
+          ended, refused ones first. `on_step`: after each step. Ctrl-C and SIGTERM wait until all pieces and outputs of
+          a step were handed out; a second one does not.
 
         All are checked before anything runs: values that are wrong raise `InvalidInputError` naming the prompt. A
         request that can never fit is refused alone: its output says `"refused"` and why, and the others run. One whose
@@ -189,7 +207,8 @@ class OfflineEngine:
         """
         outputs: list[CompletionOutput] = []
         tenant = self._intake.tenant(tenant, "batch_inference")
-        for _ in self._running(self._intake.batch(prompts, params), tenant, on_delta, on_step, outputs):
+        batch, calls = self._intake.batch(prompts, params), _Calls(on_delta, on_output, on_step)
+        for _ in self._running(batch, tenant, calls, outputs):
             pass
         return outputs
 
@@ -209,7 +228,7 @@ class OfflineEngine:
         turn, and requests be submitted beside them: reading any of them lets all get on.
         """
         batch, tenant = self._intake.batch(prompts, params), self._intake.tenant(tenant, "stream")
-        return self._running(batch, tenant, None, None, [] if outputs is None else outputs)
+        return self._running(batch, tenant, _Calls(), [] if outputs is None else outputs)
 
     def check(self, prompts: Sequence[Prompt], params: Params = None) -> int:
         """Tokens of all prompts, if `batch_inference` would run every one; raises for the first that it would not."""
@@ -225,8 +244,7 @@ class OfflineEngine:
         self,
         batch: list[Checked],
         tenant: str | None,
-        on_delta: OnDelta | None,
-        on_step: OnStep | None,
+        calls: _Calls,
         outputs: list[CompletionOutput],
     ) -> Iterator[Delta]:
         index_of: dict[int, int] = {}
@@ -240,21 +258,25 @@ class OfflineEngine:
                     if one.error is None:
                         number = self._enqueue(one.ids, one.params, tenant, 0, f"prompt {i}")
                         index_of[number], self._inboxes[number] = i, inbox
+                for output in self._refused(batch):
+                    calls.on_output(output)
             while done < total and (inbox or not self.idle):
                 # A signal waits for the pieces of its step, too: they count as generated, so they are to be seen.
                 with Deferred():
                     if not inbox:
                         self._step()
                     pieces = [dataclasses.replace(delta, request=index_of[delta.request]) for delta in inbox]
+                    ended = [self._live.output(d.request, d.sample) for d in inbox if d.finish_reason is not None]
                     inbox.clear()
-                    generated += len(pieces)
-                    done += sum(delta.finish_reason is not None for delta in pieces)
-                    if on_delta is not None:
-                        for delta in pieces:
-                            on_delta(delta)
+                    generated += sum(delta.token is not None for delta in pieces)
+                    done += len(ended)
+                    for delta in pieces:
+                        calls.on_delta(delta)
+                    for output in ended:
+                        if output is not None:
+                            calls.on_output(dataclasses.replace(output, request=index_of[output.request]))
                 yield from pieces
-                if on_step is not None:
-                    on_step(BatchProgress(self._live.fed - before, generated, done, total))
+                calls.on_step(BatchProgress(self._live.fed - before, generated, done, total))
         except BaseException as error:
             with Deferred():
                 for number in index_of:
@@ -296,14 +318,22 @@ class OfflineEngine:
 
     def _gather(self, batch: list[Checked], index_of: dict[int, int]) -> list[CompletionOutput]:
         number_of = {i: number for number, i in index_of.items()}
+        refused = {output.request: output for output in self._refused(batch)}
         out: list[CompletionOutput] = []
         for i, one in enumerate(batch):
             if i in number_of:
                 out += [dataclasses.replace(output, request=i) for output in self.take(number_of[i])]
-            else:
-                reason = "abort" if one.error is None else "refused"
-                out.append(CompletionOutput(i, 0, one.ids, finish_reason=reason, error=one.error))
+            else:  # a batch that ended before it was submitted whole has neither
+                out.append(refused.get(i) or CompletionOutput(i, 0, one.ids, finish_reason="abort"))
         return out
+
+    @staticmethod
+    def _refused(batch: list[Checked]) -> list[CompletionOutput]:
+        return [
+            CompletionOutput(i, 0, one.ids, finish_reason="refused", error=one.error)
+            for i, one in enumerate(batch)
+            if one.error is not None
+        ]
 
     def _enqueue(
         self, ids: tuple[int, ...], params: SamplingParams, tenant: str | None, priority: int, name: str | None

@@ -1,11 +1,9 @@
 """`paged generate` without weights: what it refuses, how it reports, and what it shows while it works."""
 
-import importlib.util
 import io
 import json
 import signal
 import time
-from pathlib import Path
 
 import jax
 import pytest
@@ -13,12 +11,6 @@ import pytest
 from paged import cli
 from paged.cli import generate, progress
 from paged.cli.progress import Progress
-from paged.models import random_decoder
-
-
-@pytest.fixture(autouse=True)
-def no_programs_on_disk(monkeypatch):
-    monkeypatch.setenv("PAGED_COMPILE_CACHE", "off")
 
 
 def status(*arguments):
@@ -87,17 +79,6 @@ def test_ctrl_c_while_loading_is_status_130(capsys, monkeypatch):
 )
 def test_sizes_have_units(text, value):
     assert generate._bytes(text) == value
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A random model of 64 positions and 256 byte tokens, as a Hugging Face directory."""
-    path = Path(__file__).parents[1] / "models" / "tiny_checkpoints.py"
-    spec = importlib.util.spec_from_file_location("tiny_checkpoints_of_models", path)
-    tiny = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tiny)
-    model = random_decoder(tiny.CONFIG, jax.random.key(1))
-    return str(tiny.write_huggingface(tmp_path_factory.mktemp("models") / "tiny", tiny.hf_tensors(model)))
 
 
 def test_json_has_ids_and_log_probabilities_and_texts_are_those_printed(capsys, directory):
