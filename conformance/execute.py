@@ -342,6 +342,13 @@ def move(
 def _append(
     backend: AttentionBackend, problem: MoveProblem, sharding: KvSharding | None
 ) -> tuple[np.ndarray, np.ndarray]:
+    return fetch(backend, problem, run_append(*append_arguments(backend, problem, sharding=sharding)))
+
+
+def append_arguments(
+    backend: AttentionBackend, problem: MoveProblem, *, sharding: KvSharding | None = None
+) -> tuple[Any, ...]:
+    """Arguments of `run_append` for a problem whose operation is `append`."""
     assert problem.new_keys is not None
     assert problem.new_values is not None
     pool = place(backend, problem, problem.keys, problem.values, sharding)
@@ -350,8 +357,7 @@ def _append(
     program = Program(backend, rung, AttentionSpec(scale=1.0), sharding)
     new = [x.view(jnp.dtype(problem.dtype)) for x in (problem.new_keys, problem.new_values)]
     layer = 0 if backend.capabilities.pool_layout == "per_layer" else problem.layer
-    slots = np.asarray(problem.slots, np.int32)
-    return fetch(backend, problem, run_append(program, pool, new[0], new[1], metadata, slots, np.int32(layer)))
+    return program, pool, new[0], new[1], metadata, np.asarray(problem.slots, np.int32), np.int32(layer)
 
 
 def table_for_slots(problem: MoveProblem) -> PageTable:

@@ -19,7 +19,7 @@ ENGINE = (*ARRAYS, *CHECKPOINTS, "paged.reference", "paged.backends", "paged.mod
 RUNNERS = (
     *("runner", "relations", "mutants", "execute", "structure", "worker", "environment", "watch"),
     *("faults", "faults_devices", "faults_gated", "faults_geometry", "faults_steps", "broken_kernel", "serving"),
-    *("executors", "kits.run", "kits.aiter"),
+    *("executors", "kits.run", "kits.aiter", "programs"),
 )
 COMMANDS = ("command", "assemble", "supervisor", "freeze", "killmatrix")
 
@@ -42,6 +42,7 @@ TABLE = {
     "integrations": Row(("paged.integrations",), may=(*ENGINE, "paged.engine")),
     "cli": Row(("paged.cli",), may=(*ENGINE, "paged.engine", "paged", "paged.integrations")),
     "certify": Row(("paged.cli.certify",), may=("paged.cli",), lazily=("conformance", *ENGINE)),
+    "build": Row(("paged.cli.build",), may=("paged.cli",), lazily=("conformance", *ENGINE)),
     "bench": Row(("paged.cli.bench",), may=("paged.cli",), lazily=("benchmarks",)),
     "judge": Row(("conformance",), may=("numpy",)),
     "page": Row(("conformance.page",), may=("conformance",), lazily=("jinja2",)),

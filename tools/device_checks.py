@@ -1,6 +1,8 @@
 """What only a GPU can show of the FlashInfer backend, as checks: `python tools/device_checks.py [--directory MODULES]`.
 
 - large pool: more than 2³¹ elements and page ids past 65,536 after the layer's offset, written and read right;
+- prefill's bits in any company, every page size, and the refusal of a plan for another device
+  (`device_checks_attention.py`);
 - rotary and append in one kernel against the two apart; whole layers by kernels against XLA's;
 - the compiled step: no copy of the pool, none of a layer's weights, no collective;
 - compile time flat from 4 to 80 layers;
@@ -16,48 +18,24 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
+import device_checks_attention  # noqa: F401 (registers its checks)
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device_check import CHECKS, SPEC, attention, backend, check
 from jax.sharding import AxisType, Mesh
 
 from conformance import hlo
-from paged import AttentionSpec, build_page_table, get_backend
+from paged import AttentionSpec, build_page_table
 from paged.backends.metadata import table_arrays
-from paged.backends.protocol import AttentionExtras, KvArrays, PackedHeads, Rung
+from paged.backends.protocol import KvArrays, PackedHeads, Rung
 from paged.backends.sharding import KvSharding
 from paged.backends.step import attention_step, packed_attention_step, plan_step
 from paged.engine.compile_options import compiler_options
 from paged.engine.pool import KvPool
 from paged.models import DecoderConfig, random_decoder
-
-SPEC = AttentionSpec(scale=128**-0.5)
-CHECKS: dict[str, Callable[[Any], str]] = {}
-
-
-def check(run: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Register a check: it returns what it saw, and raises if that is wrong."""
-    CHECKS[run.__name__.replace("_", " ")] = run
-    return run
-
-
-def backend(args: Any, **options: Any) -> Any:
-    """The backend under test."""
-    return get_backend("flashinfer", directory=args.directory, **options)
-
-
-def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """One token's attention (h, d) over (n, k, d), in float64."""
-    group = query.shape[0] // keys.shape[1]
-    out = np.zeros(query.shape)
-    for h in range(query.shape[0]):
-        logits = keys[:, h // group] @ query[h] * np.float64(np.float32(SPEC.scale))
-        weights = np.exp(logits - logits.max())
-        out[h] = weights @ values[:, h // group] / weights.sum()
-    return out
 
 
 @check
@@ -164,65 +142,6 @@ def step_of(
 
     options = compiler_options("gpu")
     return jax.jit(step, donate_argnums=0, compiler_options=options), (arrays, tokens), layout
-
-
-@check
-def prefill_in_any_company(args: Any) -> str:
-    """Prefill of many tiles, whose work is dealt KV head by KV head, and each of its rows alone: the same bits.
-
-    The rows alone are dealt all heads together. A few tokens of each are compared with float64, too.
-    """
-    worst, count = 0.0, 0
-    for dtype, kv_heads, group, window, lens, query_lens in (
-        ("bfloat16", 8, 4, None, [4096, 3000, 4096, 129, 5000, 4096, 64], [4096, 3000, 4000, 100, 2500, 4096, 64]),
-        ("bfloat16", 2, 8, 700, [4096, 2047, 4100], [4096, 2047, 4100]),
-        ("bfloat16", 3, 1, None, [30_000, 20_001, 25_000], [30_000, 20_001, 25_000]),
-        ("float16", 1, 16, None, [4096, 1500], [4096, 1500]),
-    ):
-        spec = AttentionSpec(scale=128**-0.5, window=window)
-        each = [-(-n // 16) for n in lens]
-        ids = np.random.default_rng(1).permutation(np.arange(1, sum(each) + 1))
-        lists = [x.tolist() for x in np.split(ids, np.cumsum(each)[:-1])]
-        draw = jax.jit(lambda i, shape: jax.random.normal(jax.random.key(i), shape, dtype), static_argnums=1)  # noqa: B023
-        pool = KvArrays(*(draw(i, (sum(each) + 1, 16, kv_heads, 128)) for i in (1, 2)))
-        query = draw(3, (sum(query_lens), kv_heads * group, 128))
-
-        def attend(rows: list[int], query: Any) -> Any:
-            table = build_page_table(
-                query_lens=[query_lens[r] for r in rows],  # noqa: B023
-                kv_lens=[lens[r] for r in rows],  # noqa: B023
-                pages=[lists[r] for r in rows],  # noqa: B023
-                tokens_per_page=16,
-                num_pages=sum(each) + 1,  # noqa: B023
-            )
-            rung = Rung.of(table).with_heads(group_size=group, head_dim=128, kv_dtype=dtype)  # noqa: B023
-            of = backend(args)
-
-            def run(query: Any, pool: Any, arrays: Any) -> Any:
-                plan = plan_step(of, arrays, rung, spec)  # noqa: B023
-                return of.attend(query, pool, 0, plan.static, plan.arrays, spec, AttentionExtras())  # noqa: B023
-
-            return [np.asarray(x) for x in jax.jit(run)(query, pool, table_arrays(table))]  # noqa: B023
-
-        out, lse = attend(list(range(len(lens))), query)
-        tiles = sum(-(-n // 128) for n in query_lens)
-        assert tiles * group >= 4 * jax.devices()[0].core_count, f"{tiles} tiles × {group} are too few to be many"
-        ends = np.cumsum(query_lens)
-        keys, values = (np.asarray(x).astype(np.float64).reshape(-1, kv_heads, 128) for x in (pool.keys, pool.values))
-        for row, end in enumerate(ends.tolist()):
-            mine = slice(end - query_lens[row], end)
-            alone, alone_lse = attend([row], query[mine])
-            assert (alone.view(np.uint16) == out[mine].view(np.uint16)).all(), f"row {row}: other bits alone"
-            assert (alone_lse.view(np.uint32) == lse[mine].view(np.uint32)).all(), f"row {row}: another LSE alone"
-            slots = (np.asarray(lists[row])[:, None] * 16 + np.arange(16)).reshape(-1)
-            for i in sorted({0, query_lens[row] // 2, query_lens[row] - 1}):
-                stop = lens[row] - query_lens[row] + i + 1
-                seen = slots[max(0, stop - window) if window else 0 : stop]
-                want = attention(np.asarray(query[mine][i]).astype(np.float64), keys[seen], values[seen])
-                worst = max(worst, np.abs(out[mine][i].astype(np.float64) - want).max())
-            count += 1
-    assert worst < 0.05, f"largest error {worst}"
-    return f"{count} rows, largest error of those looked at {worst:.1e}"
 
 
 @check

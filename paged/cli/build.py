@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
+
+from paged.cli.certify import LEVELS
+
+if TYPE_CHECKING:
+    from paged.backends.flashinfer.module_spec import ModuleSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dims", default="128", metavar="INTS", help="separated by commas: 64,128,256")
     parser.add_argument("--options", default="none", metavar="NAMES", help="none,window,cap,window+cap")
     parser.add_argument("--module", action="append", default=[], metavar="NAME", help="build this module; repeatable")
+    parser.add_argument(
+        "--for-certify",
+        choices=LEVELS,
+        metavar="LEVEL",
+        help=f"instead what `paged certify flashinfer --level LEVEL` asks for, in both tiers: {', '.join(LEVELS)}",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: one per core)")
     parser.add_argument("--list", action="store_true", help="print the names of the modules and build nothing")
 
@@ -47,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         if unknown := [name for name in args.module if name not in known]:
             raise InvalidInputError(f"--module {unknown[0]!r} is not a module; see paged build flashinfer --list.")
         specs = [known[name] for name in args.module]
+    elif args.for_certify:
+        specs = _for_certify(args.for_certify, hopper=args.arch == "9.0a")
     if args.list:
         print("\n".join(spec.name for spec in specs))
         return 0
@@ -56,3 +70,21 @@ def run(args: argparse.Namespace) -> int:
     )
     print(directory)
     return 0
+
+
+def _for_certify(level: str, *, hopper: bool) -> list[ModuleSpec]:
+    """The modules that cases of a level ask for, found by tracing them."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # nothing is run, and the device belongs to others
+    from conformance.catalogue import load
+    from conformance.programs import trace
+    from paged.backends.flashinfer.backend import TIERS, FlashInferBackend
+    from paged.backends.flashinfer.modules import asked
+
+    cases = load().select(level)
+    prefill, decode = ("fa3", "paged") if hopper else ("fa2", "flashinfer")
+    with asked() as found:
+        for tier in TIERS:
+            trace(FlashInferBackend(tier=tier, prefill=prefill, decode=decode, sm_count=1), cases)
+    return sorted(found)

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from paged.backends.flashinfer import build
+from paged.backends.flashinfer import generate
 
 STUBS = """
 #include <algorithm>
@@ -73,7 +73,7 @@ int main(int, char** argv) {
 def program(tmp_path_factory):
     compiler = shutil.which("g++")
     assert compiler, "g++ is needed: the schedule is compiled for the host"
-    text = (build.HOPPER / "paged_prefill.cuh").read_text()
+    text = (generate.HOPPER / "paged_prefill.cuh").read_text()
     start = text.index("template <typename IdType>\nstruct PagedScheduler")
     schedule = text[start : text.index("// Launch with plans", start)]
     folder = tmp_path_factory.mktemp("schedule")

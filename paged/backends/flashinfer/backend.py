@@ -181,6 +181,7 @@ class FlashInferBackend:
                 query_offsets=arrays.query_offsets,
                 out_dtype="float32" if fa2 else query.dtype.name,
                 plan=prefill_info(static.as_fa2() if fa2 else static),
+                multiprocessors=None if fa2 else static.ctas,
             )
             if sinks is not None:
                 long_out, long_lse = _with_sinks(long_out, long_lse, sinks)
@@ -306,6 +307,7 @@ class FlashInferBackend:
         plan: tuple[tuple[int, ...], int],
         causal: bool | None = None,
         sinks: Float[Array, " h"] | None = None,
+        multiprocessors: int | None = None,
     ) -> tuple[Float[Array, "n h e"], Float[Array, "n h"]]:
         module = ModuleSpec(
             kind,
@@ -324,6 +326,8 @@ class FlashInferBackend:
         }
         if kind != "decode":
             attributes["causal"] = np.int64(spec.causal if causal is None else causal)
+        if multiprocessors is not None:
+            attributes["multiprocessors"] = np.int64(multiprocessors)  # the module refuses another device's
         offsets = () if query_offsets is None else (query_offsets,)
         return ops.attend(
             self._target(module), query, pool, (*offsets, *lists), words, key_scale, out_dtype, plan, attributes

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 
-from paged.backends.flashinfer.build import MANIFEST, module_key, sha256
+from paged.backends.flashinfer.build import MANIFEST, sha256
+from paged.backends.flashinfer.generate import module_key
 from paged.backends.flashinfer.module_spec import ModuleSpec
 from paged.common.errors import BackendUnavailableError
 
@@ -21,7 +25,7 @@ _FUNCTIONS = {
         ["args", "rets", *(f"attrs.{a}" for a in ("plan", "causal", "window_left", "soft_cap", "scale"))],
     ),
 }
-_FUNCTIONS["prefill_sm90"] = _FUNCTIONS["prefill"]
+_FUNCTIONS["prefill_sm90"] = (_FUNCTIONS["prefill"][0], [*_FUNCTIONS["prefill"][1], "attrs.multiprocessors"])
 _DECODE = ("blocks", "split", "window", "has_sinks", "parts", "cap", "scale")
 _LAYERS = ("times", "plus", "pool_times", "pool_plus", "count", "num_pages")
 _LAYERS += ("blocks", "split", "window", "terms", "cap", "scale", "eps", "overlap")
@@ -53,7 +57,20 @@ def manifest(directory: pathlib.Path) -> dict:
         ) from None
 
 
-@functools.cache
+_ASKED: contextvars.ContextVar[set[ModuleSpec] | None] = contextvars.ContextVar("asked", default=None)
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[set[ModuleSpec]]:
+    """The modules that are asked for inside, which need not be built: for tracing, nothing traced here can run."""
+    found: set[ModuleSpec] = set()
+    token = _ASKED.set(found)
+    try:
+        yield found
+    finally:
+        _ASKED.reset(token)
+
+
 def ffi_target(spec: ModuleSpec, directory: pathlib.Path, name: str | None = None) -> str:
     """Name of the XLA FFI target of a module, loaded and registered on first use.
 
@@ -62,6 +79,14 @@ def ffi_target(spec: ModuleSpec, directory: pathlib.Path, name: str | None = Non
     The library's bytes must match the manifest's SHA-256, and its key what this release would build (requirement X5):
     adapters and kernels that do not belong together are refused, not called.
     """
+    if (found := _ASKED.get()) is None:
+        return _loaded(spec, directory, name)
+    found.add(spec)
+    return f"paged.flashinfer.{spec.name}.asked"
+
+
+@functools.cache
+def _loaded(spec: ModuleSpec, directory: pathlib.Path, name: str | None) -> str:
     found = manifest(directory)
     entry, file = found["modules"].get(spec.name), directory / f"{spec.name}.so"
     if entry is None:

@@ -15,8 +15,14 @@ void BatchPrefillWithPagedKVCacheSM90Run(TensorView float_workspace, TensorView 
 void PagedPrefillSM90(TensorView q, TensorView k, TensorView v, TensorView qo_indptr, TensorView indptr,
                       TensorView indices, TensorView last_page_len, TensorView int_workspace, TensorView k_scale,
                       TensorView o, TensorView lse, TensorView float_workspace, Array<int64_t> plan, int64_t causal,
-                      int64_t window_left, double soft_cap, double scale) {
+                      int64_t window_left, double soft_cap, double scale, int64_t multiprocessors) {
   (void)k_scale;  // 16-bit pools only: this kernel takes queries and keys of one dtype
+  // The kernel is launched with a thread block a multiprocessor, and the plan has one list for each.
+  int present = 0;
+  const cudaError_t status = cudaDeviceGetAttribute(&present, cudaDevAttrMultiProcessorCount, q.device().device_id);
+  TVM_FFI_ICHECK(status == cudaSuccess) << cudaGetErrorString(status);
+  TVM_FFI_ICHECK_EQ(present, multiprocessors)
+      << "this program was planned for a device of " << multiprocessors << " multiprocessors, and runs on one of " << present;
   BatchPrefillWithPagedKVCacheSM90Run(float_workspace, int_workspace, plan, q, k, v, qo_indptr, indptr, indices,
                                       last_page_len, o, Optional<TensorView>(lse), causal, /*NHD*/ 0, window_left,
                                       /*pdl*/ false, soft_cap, scale);
