@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import pathlib
 from collections.abc import Mapping
 
@@ -149,10 +148,7 @@ def includes(sources: Sources, where: pathlib.Path) -> list[str]:
     out = [f"-I{folder}" for folder in (where, CSRC, HOPPER, FA3)]
     out += [f"-I{root / 'cccl' / part}" for part in ("cub", "libcudacxx/include", "thrust")]
     system = [tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path()]
-    system += [root / p for p in ("include", "csrc", "cutlass/include", "cutlass/tools/util/include", "spdlog/include")]
-    curand = importlib.util.find_spec("nvidia")
-    for folder in (curand.submodule_search_locations or []) if curand else []:
-        system += sorted(pathlib.Path(folder).glob("*/include"))  # curand_kernel.h, where the toolkit lacks it
+    system += [root / part for part in ("include", "csrc", "cutlass/include")]
     for path in system:
         out += ["-isystem", str(path)]
     return out
