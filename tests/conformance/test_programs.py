@@ -23,6 +23,10 @@ class Spy:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
+    def static_plan(self, rung, spec):
+        self.seen.add((rung, spec))
+        return self.inner.static_plan(rung, spec)
+
     def append(self, pool, key, value, slots, static, arrays):
         self.seen.add(("append", pool.dtype.name, key.shape))
         return self.inner.append(pool, key, value, slots, static, arrays)
