@@ -3,7 +3,8 @@
 - large pool: more than 2³¹ elements and page ids past 65,536 after the layer's offset, written and read right;
 - prefill's bits in any company, every page size, and the refusal of a plan for another device
   (`device_checks_attention.py`);
-- rotary and append in one kernel against the two apart; whole layers by kernels against XLA's;
+- rotary and append in one kernel against the two apart; whole layers by kernels against XLA's, and their bits in any
+  company (`device_checks_layers.py`);
 - the compiled step: no copy of the pool, none of a layer's weights, no collective;
 - compile time flat from 4 to 80 layers;
 - with two devices or more, a sharded step's bits are those of one device.
@@ -21,21 +22,18 @@ import time
 from typing import Any
 
 import device_checks_attention  # noqa: F401 (registers its checks)
+import device_checks_layers  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
 from device_check import CHECKS, SPEC, attention, backend, check
 from jax.sharding import AxisType, Mesh
 
-from conformance import hlo
-from paged import AttentionSpec, build_page_table
+from paged import build_page_table
 from paged.backends.metadata import table_arrays
 from paged.backends.protocol import KvArrays, PackedHeads, Rung
 from paged.backends.sharding import KvSharding
 from paged.backends.step import attention_step, packed_attention_step, plan_step
-from paged.engine.compile_options import compiler_options
-from paged.engine.pool import KvPool
-from paged.models import DecoderConfig, random_decoder
 
 
 @check
@@ -89,135 +87,6 @@ def large_pool(args: Any) -> str:
         del pool
     assert worst < 0.02, f"largest error {worst}"
     return f"{layers * pages * size * kv_heads * dim:.3g} elements, page ids to {layers * pages - 1}, error {worst:.1e}"
-
-
-def decoder(layers: int, **sizes: Any) -> DecoderConfig:
-    """A small decoder whose sizes the layer kernels take."""
-    fields: dict[str, Any] = {
-        "vocab_size": 2048,
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_layers": layers,
-        "num_query_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 128,
-        "rms_eps": 1e-5,
-        "rope_theta": 1e4,
-        "max_positions": 4096,
-        "tied_embeddings": False,
-        "eos": (2,),
-        "block": (SPEC,),
-    }
-    return DecoderConfig(**(fields | sizes))
-
-
-def step_of(
-    of: Any,
-    config: DecoderConfig,
-    rows: int,
-    context: int,
-    *,
-    query_len: int = 1,
-    pages: int = 0,
-    dtype: str = "bfloat16",
-) -> Any:
-    """(jitted step, its arguments after pool and model, layout of the pool)."""
-    each = -(-context // 16)
-    pages = max(pages, rows * each + 1)
-    ids = np.random.default_rng(0).permutation(np.arange(1, pages))[: rows * each].reshape(rows, each).tolist()
-    table = build_page_table(
-        query_lens=[query_len] * rows, kv_lens=[context] * rows, pages=ids, tokens_per_page=16, num_pages=pages
-    )  # fmt: skip
-    layout = config.storage_layout(num_pages=pages, tokens_per_page=16, dtype=dtype)
-    group = config.num_query_heads // config.num_kv_heads
-    rung = Rung.of(table).with_heads(group_size=group, head_dim=config.head_dim, kv_dtype=dtype)
-    arrays, tokens = table_arrays(table), jnp.arange(rows * query_len, dtype=jnp.int32) * 7 % config.vocab_size
-    offsets = jnp.tile(jnp.arange(context - query_len, context, dtype=jnp.int32), rows)
-
-    def step(pool: Any, model: Any, arrays: Any, tokens: Any) -> Any:
-        plans = tuple(plan_step(of, arrays, rung, spec) for spec in config.block)
-        samples = arrays.query_offsets[1:] - 1
-        logits, pool = model(tokens, offsets, samples, pool, plans, backend=of)
-        return pool, logits
-
-    options = compiler_options("gpu")
-    return jax.jit(step, donate_argnums=0, compiler_options=options), (arrays, tokens), layout
-
-
-@check
-def layer_kernels_are_the_layers(args: Any) -> str:
-    """Logits and pool of decode steps by the layer kernels and by XLA, from equal pools."""
-    seen = []
-    two = {"block": (SPEC, AttentionSpec(scale=128**-0.5, window=40))}
-    for name, dtype, more in (("one", "bfloat16", {}), ("two", "bfloat16", two), ("one", "float16", {})):
-        config = decoder(4, **more)
-        model = random_decoder(config, jax.random.key(0), dtype)
-        for rows in (1, 9, 16):
-            found = []
-            for layers in ("xla", "kernels"):
-                of = backend(args, layers=layers)
-                step, arguments, layout = step_of(of, config, rows, 100, dtype=dtype)
-                pool: Any = KvPool(layout, of).arrays
-                for _ in range(2):
-                    pool, _ = step(pool, model, *arguments)
-                pool, logits = step(pool, model, *arguments)
-                found.append((np.asarray(logits), np.asarray(pool.keys).astype(np.float32)))
-            (a, pool_a), (b, pool_b) = found
-            error = float(np.linalg.norm(a - b) / np.linalg.norm(a))
-            moved = float(np.linalg.norm(pool_a - pool_b) / np.linalg.norm(pool_a))
-            assert max(error, moved) < 0.03, f"block {name}, {rows} rows: logits {error}, pool {moved}"
-            seen.append(error)
-    return f"largest relative difference of logits {max(seen):.1e}"
-
-
-@check
-def compiled_step(args: Any) -> str:
-    """No copy of the pool or of a layer's weights, no collective, in decode and in prefill, by kernels and by XLA."""
-    config, count = decoder(8), 0
-    model = random_decoder(config, jax.random.key(0), "bfloat16")
-    weight = config.hidden_size * config.num_query_heads * config.head_dim
-    for layers in ("kernels", "xla"):
-        for rows, query_len in ((4, 1), (2, 8)):
-            of = backend(args, layers=layers)
-            step, arguments, layout = step_of(of, config, rows, 64, query_len=query_len, pages=4000)
-            pool: Any = KvPool(layout, of).arrays
-            compiled: Any = step.lower(pool, model, *arguments).compile()
-            text, memory = compiled.as_text(), compiled.memory_analysis()
-            assert memory.alias_size_in_bytes >= pool.keys.nbytes + pool.values.nbytes, "the pool is not donated"
-            for computation in hlo.parse(text).values():
-                for op in computation:
-                    made = op.opcode not in hlo.FREE and op.opcode not in ("custom-call", "dynamic-slice", "constant")
-                    own = not op.aliases_operand
-                    assert not (made and own and op.elements >= pool.keys.size), (
-                        f"{layers}: {op} is as large as the pool"
-                    )
-                    assert not (op.opcode in ("copy", "concatenate") and op.elements >= weight), f"{layers}: {op}"
-            assert not re.search(r"= \S+ (all-|reduce-scatter|collective-)", text), f"{layers}: a collective"
-            address = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pool)]
-            for _ in range(2):
-                pool, _ = compiled(pool, model, *arguments)
-                assert address == [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pool)], "the pool moved"
-            count += 1
-    return f"{count} programs"
-
-
-@check
-def compile_time_is_flat(args: Any) -> str:
-    """Seconds to compile a decode step of 4 and of 80 layers; the modules are loaded before."""
-    took = {}
-    for layers in (4, 4, 80):
-        config = decoder(layers)
-        model = random_decoder(config, jax.random.key(0), "bfloat16")
-        for kind in ("kernels", "xla"):
-            of = backend(args, layers=kind)
-            step, arguments, layout = step_of(of, config, 4, 64)
-            lowered = step.lower(KvPool(layout, of).arrays, model, *arguments)
-            start = time.perf_counter()
-            lowered.compile()
-            took[layers, kind] = time.perf_counter() - start
-    ratio = {kind: took[80, kind] / took[4, kind] for kind in ("kernels", "xla")}
-    assert max(ratio.values()) < 1.5, took
-    return ", ".join(f"{kind}: {took[80, kind]:.2f} s, ratio {ratio[kind]:.2f}" for kind in ratio)
 
 
 @check

@@ -236,9 +236,16 @@ EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_query_heads": 3
 @pytest.mark.parametrize(
     ("tokens", "dtype", "sizes", "splits"),
     [
-        (16, "bfloat16", {}, (1, 4)),
-        (1, "float16", {"intermediate_size": 8192}, (1, 2)),
-        (17, "bfloat16", {}, None),
+        (16, "bfloat16", {}, (None, 1, 4)),
+        (1, "float16", {"intermediate_size": 8192}, (None, 1, 2)),
+        (17, "bfloat16", {}, (2, 2, 4)),
+        (64, "float16", {"hidden_size": 8192, "num_query_heads": 64, "intermediate_size": 28672}, (2, 2, 4)),
+        (64, "bfloat16", {"intermediate_size": 576}, (2, 2, 3)),
+        (64, "bfloat16", {"hidden_size": 576, "num_query_heads": 3, "num_kv_heads": 1}, (3, 3, 4)),
+        (65, "bfloat16", {}, None),
+        (17, "float32", {}, None),
+        (17, "bfloat16", {"hidden_size": 4096 + 32}, None),
+        (17, "bfloat16", {"hidden_size": 16384 + 64}, None),
         (16, "float32", {}, None),
         (16, "bfloat16", {"hidden_size": 576}, None),
         (16, "bfloat16", {"hidden_size": 8192}, None),
@@ -248,7 +255,7 @@ EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_query_heads": 3
 def test_layer_kernels_take_the_sizes_that_their_tiles_divide(tokens, dtype, sizes, splits):
     geometry = LayerSizes(**(EIGHT_B | sizes))
     found = StepKernels.fitting(lambda: "", tokens, geometry, dtype, 3, True)
-    assert splits == (None if found is None else (found.output_splits, found.down_splits))
+    assert splits == (None if found is None else (found.qkv_splits, found.output_splits, found.down_splits))
 
 
 def test_the_command_lists_modules_and_refuses_unknown_ones(capsys):

@@ -110,8 +110,10 @@ def test_pieces_of_the_own_kernel_are_those_inside_the_window(name, window):
     blocks, live, offsets = np.split(vector, [8 * static.decode_blocks, 8 * static.decode_blocks + count])
     assert [i for i in range(count) if live[i]] == list(items)
     found = {}
-    for block, (item, alive, token, length, pages, begin, end, _) in enumerate(blocks.reshape(-1, 8).tolist()):
+    for block, (item, alive, token, length, pages, begin, end, whole) in enumerate(blocks.reshape(-1, 8).tolist()):
+        assert (item >= 0) == (block < offsets[-1])  # blocks with a piece come first: the kernel ends at one without
         if item >= 0:
+            assert whole == (offsets[item + 1] - offsets[item] == 1)
             assert offsets[item] <= block < offsets[item + 1]
             row, first_token = items[item]
             want = (1, first_token, table.kv_lens[row], table.page_offsets[row])

@@ -285,8 +285,8 @@ def _paged_words(
     page_offsets: Int32[Array, " r1"],
 ) -> Int32[Array, " n"]:
     """What each thread block needs to start, 8 words each: item or −1, whether it has attention, its
-    query's token, its length, where its page ids begin, the piece's first token and the one past its last. Then live
-    of each item, and, if split, offsets.
+    query's token, its length, where its page ids begin, the piece's first token and the one past its last, and whether
+    it is its item's only one. Then live of each item, and, if split, offsets. Blocks without a piece come last.
 
     An item is a token in a rung of single tokens, a row elsewhere.
     """
@@ -297,7 +297,7 @@ def _paged_words(
     lens = jnp.where(row >= 0, kv_lens[jnp.maximum(row, 0)], 0)
     block, live = jnp.arange(static.decode_blocks, dtype=jnp.int32), (row >= 0).astype(jnp.int32)
     if static.chunk is None:
-        item, taken, offsets = block, block, []
+        item, taken, offsets, whole = block, block, [], jnp.ones_like(block)
         begin, end = jnp.zeros_like(block), jnp.full_like(block, _NO_CHUNK)
     else:
         chunk = jnp.where(lens > LONG_ROW, 2 * static.chunk, static.chunk)
@@ -305,10 +305,11 @@ def _paged_words(
         ends = _offsets((lens + chunk - 1) // chunk - skipped)
         item = jnp.minimum(_find(ends, block), row.shape[0] - 1)
         taken, offsets = jnp.where(block < ends[-1], item, -1), [ends]
+        whole = (ends[item + 1] - ends[item] == 1).astype(jnp.int32)
         begin = (block - ends[item] + skipped[item]) * chunk[item]
         end = begin + chunk[item]
     pages = page_offsets[jnp.maximum(row, 0)]
-    columns = [taken, live[item], token[item], lens[item], pages[item], begin, end, jnp.zeros_like(block)]
+    columns = [taken, live[item], token[item], lens[item], pages[item], begin, end, whole]
     return jnp.concatenate([jnp.stack(columns, axis=1).reshape(-1), live, *offsets])
 
 

@@ -15,13 +15,21 @@ from paged.backends.flashinfer.plan import StaticPlan, decode_info
 from paged.backends.protocol import KvArrays, LayerAt, LayerSizes, LayerWeights, StepPlan
 from paged.common import AttentionSpec
 
-MOST_TOKENS = 16
-"""Tokens of a step, at most: two tiles of 8, which the kernels keep in shared memory whole."""
+MOST_TOKENS = 64
+"""Tokens of a step, at most: the rows of one tensor core instruction."""
 
-CHUNK = 512
-"""Elements of a product's inputs in one stage, as the kernels have it."""
+MOST_RESIDENT_TOKENS = 16
+"""Up to here a product keeps its tokens in shared memory whole, as two tiles of 8; above it streams them beside the
+weight. The two cut sums differently."""
+
+CHUNK, WIDE_CHUNK = 512, 64
+"""Elements of a product's inputs in one stage, as the kernels have it: with resident tokens, and with streamed ones."""
 
 _MOST_CHUNKS, _MOST_SPLITS, _MOST_HIDDEN = 8, 4, 16384
+
+_WIDE_ROWS, _WIDE_INPUTS = 8192, 4096
+"""Rows of a streamed product times the parts of its inputs, at least, and inputs of one part, at most. Tokens are read
+again for every tile of rows, so tiles should be tall; parts are written and read again."""
 
 
 def decode_attributes(static: StaticPlan, spec: AttentionSpec) -> dict[str, Any]:
@@ -38,13 +46,15 @@ def decode_attributes(static: StaticPlan, spec: AttentionSpec) -> dict[str, Any]
 class StepKernels:
     """`paged.backends.protocol.LayerKernels` for one geometry.
 
-    - `output_splits`, `down_splits`: parts that the inputs of the two products into the residual stream are cut into.
-      They depend on the model alone, so bits depend neither on the batch nor on the device.
+    - `qkv_splits`, `output_splits`, `down_splits`: parts that the inputs of products are cut into. They depend on the
+      model and on which of the two kinds of product the rung takes, so bits depend neither on the batch nor on the
+      device. `qkv_splits` of None: a product with resident tokens, which is never cut there.
     - `terms`: of a decode weight, see `FlashInferBackend`.
     """
 
     target: Callable[[], str]
     sizes: LayerSizes
+    qkv_splits: int | None
     output_splits: int
     down_splits: int
     terms: int
@@ -57,12 +67,21 @@ class StepKernels:
         """Kernels for a model, or None where they do not fit it or the step."""
         attended = sizes.num_query_heads * sizes.head_dim
         packed = attended + 2 * sizes.num_kv_heads * sizes.head_dim
-        into = [_splits(n) for n in (sizes.hidden_size, attended, sizes.intermediate_size)]
+        inputs = (sizes.hidden_size, attended, sizes.intermediate_size)
         rows = all(n % 16 == 0 for n in (packed, sizes.hidden_size, sizes.intermediate_size))
         fits = tokens <= MOST_TOKENS and dtype in ("bfloat16", "float16") and sizes.hidden_size <= _MOST_HIDDEN
-        if not fits or not rows or None in into or into[0] != 1:
+        if not fits or not rows:
             return None
-        return cls(target, sizes, into[1] or 1, into[2] or 1, terms, overlap)
+        if tokens <= MOST_RESIDENT_TOKENS:
+            qkv, output, down = (_splits(n) for n in inputs)
+            if qkv != 1 or output is None or down is None:
+                return None
+            return cls(target, sizes, None, output, down, terms, overlap)
+        if any(n % WIDE_CHUNK for n in inputs):
+            return None
+        outputs = (packed, sizes.hidden_size, sizes.hidden_size)
+        qkv, output, down = (_wide_splits(i, o) for i, o in zip(inputs, outputs))
+        return cls(target, sizes, qkv, output, down, terms, overlap)
 
     def start(self, x: Float[Array, "t m"]) -> Float[Array, "s t m"]:
         """See `LayerKernels`."""
@@ -89,9 +108,10 @@ class StepKernels:
             return jax.ShapeDtypeStruct(shape, dtype)
 
         in_place = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, parts, pool.keys, pool.values)]
+        packed = (tokens, *weights.qkv.shape[1:-1])
         scratch = [
             new(*x.shape),
-            new(tokens, *weights.qkv.shape[1:-1]),
+            new(*packed) if self.qkv_splits is None else new(self.qkv_splits, *packed, dtype=jnp.float32),
             new(tokens, heads, dim),
             new(tokens, heads, dim),
             new(tokens, heads, dtype=jnp.float32),
@@ -125,3 +145,10 @@ def _splits(inputs: int) -> int | None:
         if inputs % (splits * CHUNK) == 0 and inputs // (splits * CHUNK) <= _MOST_CHUNKS:
             return splits
     return None
+
+
+def _wide_splits(inputs: int, outputs: int) -> int:
+    """Parts that the inputs of a product with streamed tokens are cut into: the fewest that give enough rows."""
+    possible = [splits for splits in range(1, _MOST_SPLITS + 1) if inputs % (splits * WIDE_CHUNK) == 0]
+    enough = (n for n in possible if n * outputs >= _WIDE_ROWS and inputs <= n * _WIDE_INPUTS)
+    return next(enough, possible[-1])

@@ -91,18 +91,40 @@ __global__ __launch_bounds__(512) void add_norm(const T* x, const float* parts, 
   }
 }
 
-// One block for each token, and one for each blockDim.x entries of the page list. Turns query and key, writes query out, and
-// key and value into the token's slot of this layer; a negative slot, or one past the layer, is padding and writes nothing.
+// Four neighbours, summed over their parts in order and rounded.
 template <typename T>
-__global__ void rotate_append(const T* packed, const float* cos, const float* sin, const int* slots, const int* page_ids,
-                              const Layer layer, T* keys, T* values, T* query, int* absolute, int tokens, int kv_heads,
-                              int group, int dim, int listed, int num_pages, int page_size) {
+__device__ __forceinline__ uint2 four_of(const float* from, int64_t part, int splits) {
+  float4 read[kMostSplits];  // all at once: one latency
+#pragma unroll
+  for (int s = 0; s < kMostSplits; ++s) read[s] = *reinterpret_cast<const float4*>(from + (s < splits ? s : 0) * part);
+  float sum[4] = {};
+#pragma unroll
+  for (int s = 0; s < kMostSplits; ++s) {
+    if (s >= splits) break;
+    const float more[4] = {read[s].x, read[s].y, read[s].z, read[s].w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[e] += more[e];
+  }
+  uint2 words;
+  T* out = reinterpret_cast<T*>(&words);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) out[e] = rounded<T>(sum[e]);
+  return words;
+}
+
+// gridDim.y blocks for each token, and one for each blockDim.x entries of the page list. Turns query and key, writes query
+// out, and key and value into the token's slot of this layer; a negative slot, or one past the layer, is padding and writes
+// nothing. `packed` is rounded already (splits 0), or as many float parts, which are added up in their order and rounded.
+template <typename T, typename From>
+__global__ void rotate_append(const From* packed, int splits, const float* cos, const float* sin, const int* slots,
+                              const int* page_ids, const Layer layer, T* keys, T* values, T* query, int* absolute, int tokens,
+                              int kv_heads, int group, int dim, int listed, int num_pages, int page_size) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int base = layer.of() * num_pages;
   if (static_cast<int>(blockIdx.x) >= tokens) {
     const int i = (blockIdx.x - tokens) * blockDim.x + threadIdx.x;
-    if (i < listed) absolute[i] = page_ids[i] + base;
+    if (i < listed && blockIdx.y == 0) absolute[i] = page_ids[i] + base;
     return;
   }
   const int token = blockIdx.x, half = dim / 2, quads = half / 4;
@@ -110,12 +132,19 @@ __global__ void rotate_append(const T* packed, const float* cos, const float* si
   const bool written = slot >= 0 && slot < num_pages * page_size;
   const int64_t row = (static_cast<int64_t>(base) * page_size + slot) * kv_heads;
   const int heads = kv_heads * (group + 2);
-  const T* from = packed + static_cast<int64_t>(token) * heads * dim;
+  const From* from = packed + static_cast<int64_t>(token) * heads * dim;
   // Four pairs (i, i + half) of one head for each thread and turn: 8-byte words.
-  for (int at = threadIdx.x; at < heads * quads; at += blockDim.x) {
+  for (int at = blockIdx.y * blockDim.x + threadIdx.x; at < heads * quads; at += gridDim.y * blockDim.x) {
     const int head = at / quads, i = at % quads * 4, kv = head / (group + 2), place = head % (group + 2);
-    uint2 low = *reinterpret_cast<const uint2*>(from + head * dim + i);
-    uint2 high = *reinterpret_cast<const uint2*>(from + head * dim + i + half);
+    uint2 low, high;
+    if constexpr (std::is_same_v<From, T>) {
+      low = *reinterpret_cast<const uint2*>(from + head * dim + i);
+      high = *reinterpret_cast<const uint2*>(from + head * dim + i + half);
+    } else {
+      const int64_t part = static_cast<int64_t>(tokens) * heads * dim;
+      low = four_of<T>(from + head * dim + i, part, splits);
+      high = four_of<T>(from + head * dim + i + half, part, splits);
+    }
     if (place <= group) {
       const float4 c = *reinterpret_cast<const float4*>(cos + static_cast<int64_t>(token) * half + i);
       const float4 s = *reinterpret_cast<const float4*>(sin + static_cast<int64_t>(token) * half + i);

@@ -14,6 +14,7 @@
 
 namespace paged {
 
+constexpr int kSkinnyTokens = 16;  // at most
 constexpr int kTileRows = 16;
 constexpr int kChunk = 512;           // elements of K in one stage
 constexpr int kBlock = 64;            // elements of K in one swizzled row of 128 bytes
