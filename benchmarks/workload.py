@@ -18,6 +18,7 @@ from paged.backends.protocol import AttentionBackend
 from paged.common import AttentionSpec, CacheNamespace, StorageLayout
 from paged.common.page_table import pages_for
 from paged.control import ControlPlane, Driver, PrefixIndex, ShapeLadders
+from paged.control.cost import sample_of
 from paged.control.timeline import Timeline
 from paged.control.trace import Arrival, read_trace
 from paged.engine import DeviceRunner, Overlap, Runtime
@@ -241,15 +242,7 @@ class PagedArm:
             held += (plane.held_pages - plane.pending_pages) * layout.tokens_per_page
             live += self._live_tokens(driver)
             if record:
-                decode = int(np.count_nonzero(outcome.query_lens == 1))
-                samples.append(
-                    {
-                        "prefill_tokens": int(outcome.query_lens.sum()) - decode,
-                        "decode_rows": decode,
-                        "kv_tokens": int((outcome.cached + outcome.query_lens).sum()),
-                        "seconds": after - now,
-                    }
-                )
+                samples.append(sample_of(outcome, after - now))
         seconds = time.perf_counter() - began
         results = {number: driver.take(number) for number in range(len(trace))}
         plane.verify()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -36,7 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step-tokens", type=count, default=2048, metavar="N", help="token budget of a step (2048)")
     add("--schedule", choices=("mixed", "prefill_first"), default="mixed", help="prompts beside or before decoding")
     add("--depth", type=count, default=1, metavar="N", help="steps under way at once; 2 plans during a step (1)")
-    add("--cost", metavar="FILE", help="JSON with coefficients, or with measured steps to fit (made-up round numbers)")
+    cost = parser.add_mutually_exclusive_group()
+    cost.add_argument("--cost", metavar="FILE", help="JSON with coefficients, or measured steps to fit (made up)")
+    cost.add_argument(
+        "--measure",
+        metavar="MODEL",
+        help="fit the cost to a run of the trace's first requests with this model on this machine, and print that run "
+        "beside its simulation; smollm2, a Hugging Face directory, or a .gguf file",
+    )
+    add("--measure-requests", type=count, default=8, metavar="N", help="how many of them (8)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of that model (float32)")
+    add("--backend", default="xla", metavar="NAME", help="attention backend of that model (xla)")
+    add("--write-cost", metavar="FILE", help="with --measure: keep the fitted cost there, for --cost")
     add("--json", action="store_true", help="print the report as JSON")
     add("--quiet", action="store_true", help="no progress on stderr")
 
@@ -51,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.save_trace and args.trace:
         raise InvalidInputError("--save-trace writes a made-up trace; it does not go with --trace.")
+    if args.write_cost and args.measure is None:
+        raise InvalidInputError("--write-cost keeps what --measure fits; give --measure MODEL.")
     # Only page counts matter here, so the layout has the smallest heads there are.
     layout = StorageLayout(
         num_layers=1,
@@ -62,9 +76,20 @@ def run(args: argparse.Namespace) -> int:
     )
     prefixes = PrefixIndex(layout) if args.prefix_cache else None
     plane = ControlPlane(layout, max_requests=args.max_requests, prefixes=prefixes)
-    cost = _cost(args.cost)
     progress = Progress(quiet=args.quiet)
+    measured = None
     try:
+        if args.measure is None:
+            cost = _cost(args.cost)
+        else:
+            from paged.cli.measured import measured_run
+
+            with _trace(args) as trace:
+                short = list(itertools.islice(trace, args.measure_requests))
+            measured = measured_run(args, short, progress)
+            cost = measured.cost
+            if args.write_cost:
+                _save(Path(args.write_cost), [measured.cost_json()])
         with _trace(args) as trace:
             report = simulate(
                 trace,
@@ -78,8 +103,11 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress.clear()
     if args.json:
-        print(json.dumps({"cost": vars(cost), **report.as_dict()}, allow_nan=False))
+        found = {} if measured is None else {"measured": measured.as_dict()}
+        print(json.dumps({"cost": vars(cost), **found, **report.as_dict()}, allow_nan=False))
     else:
+        if measured is not None:
+            print("\n".join([*measured.lines(), "", "the whole trace, simulated with that cost:"]))
         print(f"cost          {cost}")
         print("\n".join(report.lines()))
     return 0
@@ -116,6 +144,7 @@ def _trace(args: argparse.Namespace) -> Iterator[Iterable[Arrival]]:
 
     if args.save_trace is not None:
         _save(Path(args.save_trace), trace_lines(made_up()))
+        args.save_trace = None  # once, though the trace may be read again
     yield made_up()
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from paged.common.checks import check_number, per_field, show
 from paged.common.errors import InvalidInputError
 from paged.common.page_table import PageTable
+from paged.control.outcome import StepOutcome
 
 _TERMS = ("step_s", "prefill_token_s", "decode_row_s", "kv_token_s")
 _MEASURED = ("prefill_tokens", "decode_rows", "kv_tokens", "seconds")
@@ -98,6 +99,17 @@ class CostModel:
                 best, least = np.zeros(len(_TERMS)), error
                 best[list(used)] = found
         return cls(**dict(zip(_TERMS, best.tolist())))
+
+
+def sample_of(outcome: StepOutcome, seconds: float) -> dict[str, float]:
+    """A sample for `CostModel.fit`: what a step was made of, and how long it took."""
+    decode = float(np.count_nonzero(outcome.query_lens == 1))
+    return {
+        "prefill_tokens": float(outcome.query_lens.sum()) - decode,
+        "decode_rows": decode,
+        "kv_tokens": float((outcome.cached + outcome.query_lens).sum()),
+        "seconds": seconds,
+    }
 
 
 def _measured(index: int, sample: object) -> list[float]:

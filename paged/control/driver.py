@@ -363,7 +363,8 @@ class Driver:
     def _finish(self, request: Request, reason: str) -> None:
         """The one way in which a request ends (scenario H1)."""
         del self._requests[request.id]
-        if reason not in ("abort", "error") and request.namespace is not None:
+        # A prompt of which no step has sampled yet may turn out to have logits that are no numbers.
+        if reason not in ("abort", "error") and request.phase is not Phase.PREFILL and request.namespace is not None:
             # What steps under way write is left out: they may yet be lost.
             plans = [flight.plan for flight in self._flying]
             unsure = sum(n for plan in plans for r, n in zip(plan.requests, plan.counts) if r is request)

@@ -111,3 +111,57 @@ def test_an_interrupted_run_says_so_and_leaves_no_part_of_a_trace(capsys, monkey
     assert (status, out, err) == (130, "", f"paged simulate: interrupted: {trace} was not written\n")
     assert trace.read_text() == "an older one"
     assert list(tmp_path.iterdir()) == [trace]
+
+
+def arrivals_at_once(path, *lengths):
+    """A trace whose requests are all there at the start, so that no clock decides who runs with whom."""
+    lines = [{"arrival_s": 0.0, "prompt_tokens": p, "output_tokens": o} for p, o in lengths]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_a_measured_run_is_printed_beside_its_simulation(capsys, directory, tmp_path):
+    trace = arrivals_at_once(tmp_path / "t", (20, 6), (9, 7), (1, 9), (30, 3), (5, 5))
+    cost = tmp_path / "cost.json"
+    options = ["--trace", trace, "--num-pages", "40", "--tokens-per-page", "8", "--step-tokens", "16"]
+    options += ["--max-requests", "3", "--depth", "2", "--measure", directory, "--measure-requests", "4"]
+    status, out, err = run(capsys, *options, "--write-cost", str(cost), "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    simulated, measured = report["measured"]["simulated"], report["measured"]["measured"]
+    for key in (
+        "finished",
+        "prompt_tokens",
+        "generated_tokens",
+        "peak_running",
+        "peak_pages",
+        "leaked_pages",
+        "counters",
+    ):
+        assert simulated[key] == measured[key]
+    assert (measured["finished"], measured["generated_tokens"], measured["leaked_pages"]) == (4, 25, 0)
+    assert report["measured"]["fitted_steps"] == measured["counters"]["steps"]
+    assert measured["seconds"] > 0
+    assert report["finished"] == 5
+    assert json.loads(cost.read_text())["coefficients"] == {k: v for k, v in report["cost"].items() if k != "host_s"}
+    status, out, _ = run(capsys, *options)
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0].startswith(f"measured: {directory} in float32 on ")
+    assert lines[1].split() == ["simulated", "measured"]
+    assert next(line.split() for line in lines if line.startswith("steps")) == ["steps", "12", "12"]
+    assert "the whole trace, simulated with that cost:" in lines
+
+
+def test_a_measured_run_may_share_prefixes(capsys, directory, tmp_path):
+    trace = arrivals_at_once(tmp_path / "t", ([7] * 20, 3), ([7] * 20, 4), ([7] * 20, 5))
+    options = ["--trace", trace, "--num-pages", "40", "--tokens-per-page", "8", "--step-tokens", "16", "--prefix-cache"]
+    status, out, _ = run(capsys, *options, "--max-requests", "1", "--measure", directory, "--json")
+    report = json.loads(out)
+    assert status == 0
+    assert [report["measured"][arm]["prefix_tokens"] for arm in ("simulated", "measured")] == [32, 32]
+
+
+def test_what_belongs_to_a_measured_run_is_refused_without_one(capsys):
+    status, _, err = run(capsys, "--requests", "3", "--num-pages", "9", "--write-cost", "c")
+    assert (status, err) == (2, "paged simulate: --write-cost keeps what --measure fits; give --measure MODEL.\n")

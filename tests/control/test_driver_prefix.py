@@ -100,20 +100,6 @@ def test_stopping_a_request_finishes_it_with_what_it_has(depth):
         driver.stop("x")
 
 
-def test_a_chunk_under_way_is_not_published_when_its_request_is_stopped():
-    driver, runner = make_driver(num_pages=30, depth=2, max_step_tokens=8, prefixes=True)
-    key = driver.submit([*PROMPT, *PROMPT], 5, namespace=SPACE)
-    driver.step()  # two chunks were dispatched and one of them collected
-    assert driver.stop(key)
-    assert published(driver, runner) == [PROMPT[:4], PROMPT[4:8]]
-    runner.fail_collect = True
-    with pytest.raises(ConnectionError):
-        driver.step()
-    runner.fail_collect = False
-    again = driver.submit([*PROMPT, *PROMPT], 5, namespace=SPACE)
-    assert run(driver)[again].tokens == expected([*PROMPT, *PROMPT], 5)[0]
-
-
 def test_what_a_lost_step_wrote_is_not_published():
     driver, runner = make_driver(num_pages=30, depth=2, prefixes=True)
     prompt = PROMPT[:7]
@@ -180,3 +166,36 @@ def test_a_namespace_needs_an_index(own_checks_only):
     driver, _ = make_driver(prefixes=True)
     with pytest.raises(InvalidInputError, match=r"must be a CacheNamespace, .* got 'a' over one"):
         driver.submit([1], 1, namespace="a")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prompt_that_is_stopped_before_it_sampled_publishes_nothing(depth):
+    """A chunk under way may yet be lost, and of one that is collected nobody knows whether its logits are numbers."""
+    driver, runner = make_driver(num_pages=30, depth=depth, max_step_tokens=4, prefixes=True)
+    for bad in (None, 3):
+        runner.bad = bad
+        key = driver.submit([*PROMPT, *PROMPT], 5, namespace=SPACE)
+        driver.step()
+        driver.step()
+        assert driver.stop(key)
+        assert driver.take(key).reason == "stop"
+        run(driver)
+        assert published(driver, runner) == []
+
+
+def test_a_request_that_fails_publishes_nothing_more_and_its_neighbours_go_on():
+    driver, runner = make_driver(num_pages=20, prefixes=True, depth=2)
+    prompt = list(range(1, 9))
+    tokens, _ = expected(prompt, 8)
+    runner.bad = tokens[5]
+    assert runner.bad not in [*prompt, *tokens[:5], 9, 10, *expected([9, 10], 8)[0]]
+    ill = driver.submit(prompt, 8, namespace=SPACE)
+    good = driver.submit([9, 10], 8, namespace=SPACE)
+    results = run(driver)
+    assert (results[ill].tokens, results[ill].reason) == (tokens[:6], "error")
+    assert (results[good].tokens, results[good].reason) == expected([9, 10], 8)
+    assert (driver.counters.failed, driver.counters.finished) == (1, 1)
+    # Its prompt, which was sound, and what its neighbour fed; nothing of what it generated.
+    assert published(driver, runner) == sorted(
+        [prompt[:4], prompt[4:], [9, 10, *results[good].tokens[:2]], list(results[good].tokens[2:6])]
+    )

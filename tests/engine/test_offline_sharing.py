@@ -91,6 +91,28 @@ def test_scenario_b2_a_warm_prefix_gives_the_bits_of_a_cold_one(invariant, promp
     assert_nothing_left(invariant)
 
 
+def test_the_size_of_the_pool_moves_no_bit_and_the_budget_of_a_step_no_token_beyond_ties(make_engine, prompts):
+    """Shapes of steps come from rows, budget and longest request, and not from the pool; see docs/engine.md."""
+    params = [GREEDY, RANDOM] * 3
+
+    def outputs(engine):
+        return engine.batch_inference(prompts, params)
+
+    options = {"invariant": True, "max_request_tokens": 48}
+    want = outputs(make_engine(**options))
+    # 12 pages are those of the longest request: one runs at a time, and never with its neighbours of before.
+    for pages, more in ((13, {}), (90, {"depth": 1}), (13, {"prefix_cache": True})):
+        engine = make_engine(num_pages=pages, **options, **more)
+        assert [bits(o) for o in outputs(engine)] == [bits(o) for o in want]
+        assert_nothing_left(engine)
+    for budget in (8, 48):
+        engine = make_engine(max_step_tokens=budget, **options)
+        found = outputs(engine)
+        assert engine.flips([o for o, one in zip(found, params) if one is GREEDY]).beyond(TIE) == 0
+        for one, other in zip(found, want):
+            assert np.allclose(one.logprobs[:1], other.logprobs[:1], atol=1e-4)
+
+
 def test_samples_that_fork_have_the_bits_of_samples_alone(invariant, prompts, alone):
     params = dataclasses.replace(RANDOM, n=3)
     outputs = invariant.batch_inference([prompts[5]], params)
