@@ -389,15 +389,15 @@ def random_decoder(
     """
     abstract = abstract_decoder(config, dtype)
 
-    def draw(name: str, position: int | None, struct: jax.ShapeDtypeStruct) -> Array:
+    def draw(key: PRNGKeyArray, name: str, position: int | None, struct: jax.ShapeDtypeStruct) -> Array:
         names = FUSED_WEIGHTS.get(name, (name,))
         if position is None:
-            return draw_one(name, 0, config.shape(name), struct.dtype)
+            return draw_one(key, name, 0, config.shape(name), struct.dtype)
         shapes = {part: (config.num_blocks, *config.shape(part)) for part in names}
-        parts = {part: draw_one(part, position, shape, struct.dtype) for part, shape in shapes.items()}
+        parts = {part: draw_one(key, part, position, shape, struct.dtype) for part, shape in shapes.items()}
         return jax.vmap(lambda parts: config.fuse(name, parts, jnp))(parts)
 
-    def draw_one(name: str, position: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    def draw_one(key: PRNGKeyArray, name: str, position: int, shape: tuple[int, ...], dtype: Any) -> Array:
         index = [*LAYER_WEIGHTS, *MODEL_WEIGHTS].index(name)
         noise = jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, index), position), shape)
         matrix = len(config.shape(name)) == 2
@@ -406,4 +406,4 @@ def random_decoder(
 
     specs = None if sharding is None else decoder_specs(config, sharding)
     out = None if specs is None or sharding is None else jax.tree.map(sharding.named, specs)
-    return jax.jit(lambda: map_weights(draw, abstract), out_shardings=out)()
+    return jax.jit(lambda key: map_weights(partial(draw, key), abstract), out_shardings=out)(key)

@@ -5,20 +5,19 @@ import pickle
 import struct
 import tracemalloc
 
-import jax
 import numpy as np
 import pytest
+from model_steps import drawn_decoder
 from tiny_checkpoints import CONFIG, gguf_tensors, hf_tensors, write_gguf, write_huggingface
 
 from paged.common import InvalidInputError
-from paged.models import random_decoder
 from paged.models.checkpoint import load_model
 from paged.models.checkpoint.gguf_file import GgufFile
 
 
 @pytest.fixture(scope="module")
 def model():
-    return random_decoder(CONFIG, jax.random.key(0))
+    return drawn_decoder(CONFIG, 0)
 
 
 @pytest.fixture

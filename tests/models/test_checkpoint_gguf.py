@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_steps import drawn_decoder
 from tiny_checkpoints import CONFIG, gguf_tensors, interleaved, write_gguf
 
 from paged.common import InvalidInputError
-from paged.models import random_decoder
 from paged.models.checkpoint import load_model
 from paged.models.checkpoint.gguf import read_config
 from paged.models.checkpoint.gguf_file import GgufFile
@@ -18,7 +18,7 @@ from paged.models.checkpoint.gguf_file import GgufFile
 
 @pytest.fixture(scope="module")
 def model():
-    return random_decoder(CONFIG, jax.random.key(3))
+    return drawn_decoder(CONFIG, 3)
 
 
 @pytest.fixture(scope="module")

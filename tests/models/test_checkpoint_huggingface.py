@@ -7,18 +7,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from model_steps import drawn_decoder
 from tiny_checkpoints import CONFIG, as_bfloat16, hf_config, hf_tensors, write_huggingface
 
 from paged.backends.sharding import KvSharding
 from paged.common import InvalidInputError
-from paged.models import llama3_rope_factors, random_decoder
+from paged.models import llama3_rope_factors
 from paged.models.checkpoint import load_model
 from paged.models.checkpoint.huggingface import read_config
 
 
 @pytest.fixture(scope="module")
 def model():
-    return random_decoder(CONFIG, jax.random.key(7))
+    return drawn_decoder(CONFIG, 7)
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_steps import Rows, tiny_config
+from model_steps import Rows, drawn_decoder, tiny_config
 
 from paged.backends.protocol import LayerKernels, PackedHeads
 from paged.backends.step import packed_attention_step
 from paged.backends.xla.backend import XlaBackend
 from paged.common import AttentionSpec
-from paged.models import random_decoder
 from paged.models.layers import linear, rms_norm
 
 
@@ -63,7 +62,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_each_call_is_for_its_own_layers_of_weights_and_pool(name):
-    model = random_decoder(tiny_config(**BLOCKS[name]), jax.random.key(0))
+    model = drawn_decoder(tiny_config(**BLOCKS[name]), 0)
     offering = WithKernels(most=32)
     plain, kernels = Rows(model), Rows(model, backend=offering)
     slices = [(0, 0, [5, 6, 7, 8, 9, 10, 11]), (2, 0, [12, 13])]
@@ -78,7 +77,7 @@ def test_each_call_is_for_its_own_layers_of_weights_and_pool(name):
 
 
 def test_a_backend_that_declines_leaves_the_layers_to_the_model():
-    model = random_decoder(tiny_config(), jax.random.key(0))
+    model = drawn_decoder(tiny_config(), 0)
     declining = WithKernels(most=0)
     plain, other = Rows(model), Rows(model, backend=declining)
     slices = [(1, 0, [5, 6, 7])]

@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from model_steps import Rows, tiny_config
+from model_steps import Rows, drawn_decoder, tiny_config
 
 from paged.backends.metadata import unpack_table
 from paged.backends.registry import get_backend
 from paged.backends.step import plan_step
 from paged.common import AttentionSpec
-from paged.models import random_decoder
 from paged.models.attention import dense_attention, paged_attention
 from paged.models.layers import Rotary
 
@@ -19,7 +18,7 @@ SPEC = AttentionSpec(scale=0.2, window=7, soft_cap=5.0)
 def both_paths(backend, dtype):
     """The layer's output for 29 tokens, dense and paged."""
     config = tiny_config(num_layers=1, head_dim=64, hidden_size=64, block=(SPEC,))
-    model = random_decoder(config, jax.random.key(0), dtype)
+    model = drawn_decoder(config, 0, dtype)
     layer = jax.tree.map(lambda w: w[0], model.layers[0])
     tokens = np.random.default_rng(0).integers(3, 96, 29).tolist()
     rows = Rows(model, backend=backend, dtype=dtype)

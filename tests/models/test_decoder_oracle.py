@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_steps import tiny_config
+from model_steps import drawn_decoder, tiny_config
 
 from paged.common import AttentionSpec
-from paged.models import random_decoder
 
 
 def llama(model, tokens):
@@ -74,7 +73,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_dense_logits_are_those_of_the_oracle(name):
-    model = random_decoder(tiny_config(**CONFIGS[name]), jax.random.key(4))
+    model = drawn_decoder(tiny_config(**CONFIGS[name]), 4)
     tokens = np.random.default_rng(0).integers(0, 96, 21)
     got = jax.jit(lambda model, tokens: model.dense(tokens))(model, jnp.asarray(tokens, jnp.int32))
     want = llama(model, tokens)

@@ -3,10 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from model_steps import PerLayer, Rows, dense_logits, run_step, tiny_config
+from model_steps import PerLayer, Rows, dense_logits, drawn_decoder, run_step, tiny_config
 
 from paged.common import AttentionSpec, InvalidInputError
-from paged.models import random_decoder
 
 BLOCK = (AttentionSpec(scale=0.25), AttentionSpec(scale=0.2, window=5, soft_cap=3.0))
 
@@ -18,7 +17,7 @@ def prompts(count, length, seed=0):
 @pytest.fixture(scope="module")
 def model():
     """Four layers in a block of two: full attention, then a window of 5 with a soft cap."""
-    return random_decoder(tiny_config(num_layers=4, block=BLOCK), jax.random.key(0))
+    return drawn_decoder(tiny_config(num_layers=4, block=BLOCK), 0)
 
 
 def replay(rows, model):
@@ -45,7 +44,7 @@ FORMS = {
 def test_prefill_decode_and_mixed_steps_give_the_dense_logits(model, form):
     layers, options = FORMS[form]
     if layers != 4:
-        model = random_decoder(tiny_config(num_layers=layers, block=BLOCK), jax.random.key(0))
+        model = drawn_decoder(tiny_config(num_layers=layers, block=BLOCK), 0)
     got, want = replay(Rows(model, **options), model)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
     assert (got.argmax(-1) == want.argmax(-1)).all()
@@ -60,7 +59,7 @@ def test_pages_are_appended_to_in_every_layer_of_the_block(model):
 
 
 def test_bfloat16_weights_and_pool_follow_the_dense_path():
-    model = random_decoder(tiny_config(), jax.random.key(1), "bfloat16")
+    model = drawn_decoder(tiny_config(), 1, "bfloat16")
     got, want = replay(Rows(model, dtype="bfloat16"), model)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, want, rtol=0, atol=0.03 * np.abs(want).max())
@@ -96,7 +95,7 @@ def test_a_plan_for_other_attention_is_refused(model):
 
 
 def test_a_pool_for_other_layers_is_refused(model):
-    small = random_decoder(tiny_config(block=BLOCK), jax.random.key(0))
+    small = drawn_decoder(tiny_config(block=BLOCK), 0)
     rows = Rows(small)
     rows.model = model
     with pytest.raises(InvalidInputError, match=r"for 4 layers of 33 pages has 132 rows, got 66"):

@@ -5,18 +5,19 @@ import re
 import jax
 import pytest
 from jax.sharding import AxisType, Mesh
-from model_steps import Rows, run_step, tiny_config
+from model_steps import Rows, drawn_decoder, run_step, tiny_config
 
 from conformance import hlo
 from paged.backends.sharding import KvSharding
-from paged.models import random_decoder
+from paged.models import shard_decoder
 
 PAGES_PER_ROW = 128
 
 
 def lowered(num_layers, *, donate=True, scan=True, sharding=None, **sizes):
     config = tiny_config(num_layers=num_layers, **sizes)
-    model = random_decoder(config, jax.random.key(0), sharding=sharding)
+    model = drawn_decoder(config, 0)
+    model = model if sharding is None else shard_decoder(model, sharding)
     rows = Rows(model, pages_per_row=PAGES_PER_ROW, sharding=sharding, scan=scan)
     arrays, static = rows.arguments([(0, 0, [5, 6, 7])])
     step = run_step if donate else jax.jit(run_step.__wrapped__, static_argnames=tuple(static))

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from model_steps import drawn_decoder
 from tiny_checkpoints import (
     CONFIG,
     LETTERS,
@@ -23,7 +23,6 @@ from tiny_checkpoints import (
 )
 
 from paged.common import InvalidInputError
-from paged.models import random_decoder
 from paged.models.tokenizer import Tokenizer, byte_level_tokenizer
 
 FIELDS = {"split": "smollm", "special": [0, 1, 2], "eos": (2, 0), "bos": 1}
@@ -171,7 +170,7 @@ def run_load(sources, forbidden=FORBIDDEN):
 
 
 def test_loading_and_tokenizing_need_no_torch_and_no_transformers(tmp_path):
-    model = random_decoder(CONFIG, jax.random.key(0))
+    model = drawn_decoder(CONFIG, 0)
     file = write_gguf(tmp_path / "tiny.gguf", gguf_tensors(model))
     directory = write_huggingface(tmp_path / "hf", hf_tensors(model))
     done = run_load([file, directory])
