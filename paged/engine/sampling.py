@@ -69,9 +69,27 @@ def scored(logits: Float[Array, "r v"], tokens: Int32[Array, " r"], *, num_top: 
 def greedy_tokens(logits: Float[Array, "r v"]) -> Int32[Array, " r"]:
     """The likeliest token of each row; among equal logits, the one with the lowest id.
 
-    Ties are those of the logits as the model rounded them: log probabilities never decide.
+    Ties are those of the logits as the model rounded them: log probabilities never decide. A row that holds NaN gets
+    the first of them, as `jnp.argmax` gives it.
     """
+    return lax.platform_dependent(logits, cpu=_argmax_on_cpu, default=_argmax)
+
+
+def _argmax(logits: Float[Array, "r v"]) -> Int32[Array, " r"]:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _argmax_on_cpu(logits: Float[Array, "r v"]) -> Int32[Array, " r"]:
+    """`_argmax` in plain reductions, nearly 4 times as fast: XLA's CPU backend reduces pairs one by one."""
+    size = logits.shape[-1]
+    at, nan = jnp.arange(size, dtype=jnp.int32), jnp.isnan(logits)
+
+    def first(found: Bool[Array, "r v"]) -> Int32[Array, " r"]:
+        return jnp.where(found, at[None, :], size).min(axis=-1)
+
+    top = jnp.where(nan, -jnp.inf, logits).max(axis=-1, keepdims=True)  # not left to what max makes of NaN
+    first_nan = first(nan)
+    return jnp.where(first_nan < size, first_nan, first(logits == top))
 
 
 def greedy(logits: Float[Array, "r v"], *, num_top: int = 0) -> Sampled:

@@ -7,7 +7,7 @@ import pytest
 
 from paged.common import InvalidInputError
 from paged.engine import SamplingParams
-from paged.engine.sampling import RowParams, _kept, greedy, random_tokens
+from paged.engine.sampling import RowParams, _kept, greedy, greedy_tokens, random_tokens
 
 
 def oracle(logits: np.ndarray) -> np.ndarray:
@@ -146,3 +146,13 @@ def test_the_smallest_temperature_is_greedy_and_finite():
     logits = jnp.asarray([[3e38, -3e38, 3e37, 0.0], [1.0, 2.0, 3.0, 2.5]])
     params = rows(*[SamplingParams(temperature=1.2e-38, top_p=0.9)] * 2)
     assert draw(logits, jnp.zeros(2, jnp.int32), params, filtered=True).tolist() == [0, 2]
+
+
+def test_the_likeliest_token_is_argmax_s_whatever_a_row_holds():
+    nan, inf = np.nan, np.inf
+    rows = [[1, 3, 3, 2], [-0.0, 0.0, -0.0, 0.0], [-inf] * 4, [2, inf, 1, inf], [5, nan, inf, nan], [nan] * 4]
+    rows += [[-inf, nan, -inf, -inf], [inf, -nan, 0, 0], [-1, -2, -1, -5]]
+    for dtype in (jnp.float32, jnp.bfloat16):
+        logits = jnp.asarray(rows, dtype)
+        np.testing.assert_array_equal(greedy_tokens(logits), jnp.argmax(logits, axis=-1))
+        np.testing.assert_array_equal(jax.jit(greedy_tokens)(logits), jnp.argmax(logits, axis=-1))
