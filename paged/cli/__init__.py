@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with stopping.terminable():
             return int(args.run(args))
     except PagedError as error:
-        print(f"paged {args.command}: {error}", file=sys.stderr)
+        notes = stopping.notes(error)
+        words = "; ".join([str(error).removesuffix("."), *notes]) if notes else str(error)
+        print(f"paged {args.command}: {words}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt as stopped:
         return stopping.say(args.command, stopped)

@@ -107,8 +107,15 @@ class Results:
         if line.id is not None:
             entry["id"] = line.id
         entry |= {"sample": output.sample, **fields_of(output)}
-        self._stream.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise InvalidInputError(
+                f"cannot write the result of line {line.number}: {error.strerror}. {self.written} results were written."
+            ) from None
         self.written += 1
 
 
@@ -144,10 +151,12 @@ def opened(path: str | None) -> Iterator[TextIO | io.TextIOBase]:
         raise InvalidInputError(f"{path} is there already. Remove it, or give --output another name.") from None
     except OSError as error:
         raise InvalidInputError(f"cannot write {path}: {error.strerror}.") from None
-    with file:
-        try:
-            yield file
-        except BaseException:
-            if there.is_file() and not there.stat().st_size:
-                there.unlink()
-            raise
+    try:
+        yield file
+    except BaseException:
+        with contextlib.suppress(OSError):  # what could not be written before cannot be now
+            file.close()
+        if there.is_file() and not there.stat().st_size:
+            there.unlink()
+        raise
+    file.close()

@@ -36,10 +36,15 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def notes(error: BaseException) -> list[str]:
+    """What the layers that an exception went through noted on it."""
+    return [note.removeprefix("paged: ").rstrip(".") for note in getattr(error, "__notes__", ())]
+
+
 def say(command: str, stopped: KeyboardInterrupt) -> int:
     """One line on stderr with the notes that the exception carries: what was done and what was left; the status."""
     terminated = isinstance(stopped, Terminated)
-    notes = [note.removeprefix("paged: ").rstrip(".") for note in getattr(stopped, "__notes__", ())]
-    words = ": ".join(["terminated" if terminated else "interrupted", *(["; ".join(notes)] if notes else [])])
+    told = "; ".join(notes(stopped))
+    words = ("terminated" if terminated else "interrupted") + (f": {told}" if told else "")
     print(f"paged {command}: {words}", file=sys.stderr)
     return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -132,4 +133,15 @@ def test_what_had_ended_survives_and_the_rest_is_told(capsys, monkeypatch, direc
         "paged generate: terminated: 1 of 3 completions are done (prompt 0: 2 tokens), 2 are not: 1 had begun, 3 "
         f"tokens in all (prompt 1: 3 tokens), and 1 had no token yet (prompt 2); 1 completions are in {out}; prompt i "
         f"is line i + 1 of {source}\n"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full is needed")
+def test_a_full_disk_is_one_line_and_says_what_was_written(capsys, directory, batch):
+    source = batch({"prompt": "a", "max_tokens": 1}, {"prompt": "b"})
+    assert generate("--model", directory, "--input", source, "--output", "/dev/full") == 2
+    assert capsys.readouterr().err == (
+        "paged generate: cannot write the result of line 1: No space left on device. 0 results were written; 1 of 2 "
+        "completions are done (prompt 0: 1 tokens), 1 are not: 1 had begun, 1 tokens in all (prompt 1: 1 tokens), and 0 "
+        "had no token yet (none)\n"
     )
