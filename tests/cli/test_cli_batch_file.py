@@ -142,6 +142,6 @@ def test_a_full_disk_is_one_line_and_says_what_was_written(capsys, directory, ba
     assert generate("--model", directory, "--input", source, "--output", "/dev/full") == 2
     assert capsys.readouterr().err == (
         "paged generate: cannot write the result of line 1: No space left on device. 0 results were written; 1 of 2 "
-        "completions are done (prompt 0: 1 tokens), 1 are not: 1 had begun, 1 tokens in all (prompt 1: 1 tokens), and 0 "
-        "had no token yet (none)\n"
+        "completions are done (prompt 0: 1 tokens), 1 are not: 1 had begun, 1 tokens in all (prompt 1: 1 tokens), and "
+        "0 had no token yet (none)\n"
     )

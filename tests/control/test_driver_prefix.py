@@ -129,7 +129,7 @@ def test_scenario_c3_pages_that_matched_may_be_evicted_while_the_request_waits()
     assert driver.plane.cached_tokens(SPACE, [*PROMPT, 1]) == 12
     results = run(driver)
     assert (results[grows].preemptions, results[waits].preemptions) == (0, 0)
-    assert fed(runner, waits)[0][0] < 12  # some were evicted meanwhile; what is left is used
+    assert fed(runner, waits)[0][0] == 0  # all of them were evicted meanwhile, the last page first
     assert results[waits].tokens == expected([*PROMPT, 30, 31, 32, 33], 3)[0]
     assert results[grows].tokens == expected([20] * 10, 14)[0]
     assert results[run_first].tokens == expected(PROMPT, 1)[0]

@@ -59,7 +59,7 @@ def test_an_overcommitted_pool_finishes_all_and_reports_no_throughput():
     tight, roomy = run(trace, num_pages=13), run(trace, num_pages=200)
     assert tight.finished == roomy.finished == 60
     assert tight.generated_tokens == roomy.generated_tokens == sum(a.output_tokens for a in trace)
-    assert tight.counters.preemptions > 0 == roomy.counters.preemptions
+    assert (tight.counters.preemptions, roomy.counters.preemptions) == (17, 0)
     assert "throughput    not reported: with preemptions" in tight.lines()[-1]
     assert roomy.lines()[-1].endswith("generated tokens a second")
     assert tight.peak_pages == 12

@@ -41,7 +41,7 @@ def test_scenario_h7_preempted_requests_end_with_the_tokens_of_a_request_alone(
     keys = [driver.submit(prompt, COUNT) for prompt in prompts]
     while driver.step() is not None:
         driver.verify()
-    assert driver.counters.preemptions > 0
+    assert driver.counters.preemptions == 2
     assert [driver.take(key).tokens for key in keys] == alone
     assert runtime.plane.held_pages == runtime.plane.leaked_pages() == 0
 
@@ -63,8 +63,8 @@ def test_warm_and_preempted_requests_end_with_the_tokens_of_a_cold_one(runtime, 
         while driver.step() is not None:
             driver.verify()
         assert [driver.take(key).tokens for key in keys] == [alone[i] for i in order]
-    assert driver.counters.prefix_tokens >= 36
-    assert driver.counters.preemptions > 0
+    assert driver.counters.prefix_tokens == 48
+    assert driver.counters.preemptions == 4
     assert plane.held_pages == plane.retained_pages() > 0
     plane.forget_prefixes()
     assert plane.held_pages == 0

@@ -69,7 +69,7 @@ def test_a_pool_for_one_request_serves_all_of_them(make_generator, prompts, alon
     generator = make_generator(num_pages=14)
     got = generator.generate(prompts[::-1], max_tokens=12, eos=())
     assert [c.token_ids for c in got] == [c.token_ids for c in alone[::-1]]
-    assert sum(c.preemptions for c in got) == generator.engine.driver.counters.preemptions > 0
+    assert sum(c.preemptions for c in got) == generator.engine.driver.counters.preemptions == 1
     assert_nothing_left(generator)
 
 

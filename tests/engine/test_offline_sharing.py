@@ -130,8 +130,8 @@ def test_samples_that_fork_have_the_bits_of_samples_alone(invariant, prompts, al
 def test_without_invariance_flips_are_ties_of_the_dense_path(make_engine, prompts):
     engine = make_engine(num_pages=14, prefix_cache=True)
     outputs = [output for _ in range(2) for output in engine.batch_inference(prompts, GREEDY)]
-    assert engine.driver.counters.preemptions > 0
-    assert engine.driver.counters.prefix_tokens > 0
+    assert engine.driver.counters.preemptions == 2
+    assert engine.driver.counters.prefix_tokens == 16
     flips = engine.flips(outputs)
     assert flips.tokens == 12 * COUNT
     assert flips.beyond(TIE) == 0
@@ -146,7 +146,7 @@ def test_samples_share_their_prompt_also_when_pages_are_short(make_engine, promp
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, n=3)
     outputs = engine.batch_inference([prompts[5], prompts[3]], params)
     assert len(outputs) == 6
-    assert engine.driver.counters.forked_tokens > 0
+    assert engine.driver.counters.forked_tokens == 92
     assert engine.flips(outputs).beyond(TIE) == 0
     assert_nothing_left(engine)
 
