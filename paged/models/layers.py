@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
 from paged.backends.protocol import PackedHeads, turned
@@ -38,13 +39,15 @@ def linear(
 def _on_cpu(product: Callable[..., Array], x: Float[Array, "t i"], weight: Float[Array, "*o i"]) -> Array:
     """`linear` in forms that XLA's CPU backend multiplies without a transposed copy of the weight.
 
-    For few tokens weight · xᵀ is up to 1.7 times as fast; behind a barrier, or XLA turns it back. For many, a weight of
-    several axes would be copied in every step. Two axes of outputs are then a batch and its outputs, and not merged,
-    because the second may be laid over devices.
+    For few tokens weight · xᵀ is up to 1.7 times as fast; behind a barrier, or XLA turns it back. Its layout is set, or
+    what reads it would choose one, and with it the order of sums over outputs. For many tokens a weight of several axes
+    would be copied in every step. Two axes of outputs are then a batch and its outputs, and not merged, because the
+    second may be laid over devices.
     """
     contract_inputs = (((weight.ndim - 1,), (1,)), ((), ()))
     if x.shape[0] <= _FEW_TOKENS:
-        return jnp.moveaxis(lax.optimization_barrier(product(weight, x, contract_inputs)), -1, 0)
+        found = jnp.moveaxis(lax.optimization_barrier(product(weight, x, contract_inputs)), -1, 0)
+        return with_layout_constraint(found, Layout(tuple(range(found.ndim))))
     if weight.ndim == 3:
         many = jnp.broadcast_to(x, (weight.shape[0], *x.shape))
         return product(many, weight, (((2,), (2,)), ((0,), (0,)))).swapaxes(0, 1)
