@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> Figures:
             ask = {"model": str(directory), "prompts": prompts, "new": args.new, "kv_gib": 1, "seqs": args.requests}
             version = other.ask("load", **ask)["version"]
             arms["vllm"] = lambda: other.ask("offline")
-        engine.warm_up(params)
+        engine.warm_up(params, strict=True)
         alternate(arms, 1)
         compiles = workload.Compiles()
         measured = alternate(arms, args.passes)

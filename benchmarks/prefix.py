@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> Figures:
         return arm.run(trace, prompts, share=share, step_arrivals=steps)
 
     arms = {"cold": lambda: one(False), "shared": lambda: one(True)}
+    arm.runtime.warm_up(strict=True)
     alternate(arms, 1)
     compiles = workload.Compiles()
     measured: dict[str, list[workload.Pass]] = alternate(arms, args.passes)

@@ -72,6 +72,7 @@ def _budget(
         "paged": lambda: workload.timed(lambda: arm.run(trace, prompts)),
         "dense": lambda: workload.timed(lambda: run_all(_dense(model, budgets, slots), prompts, new)),
     }
+    arm.runtime.warm_up(strict=True)
     alternate(arms, 1)
     before = compiles.count
     measured = alternate(arms, passes)
