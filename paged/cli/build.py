@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from paged.cli.arguments import count
 from paged.cli.certify import LEVELS
 
 if TYPE_CHECKING:
@@ -23,14 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-dtypes", default="same", metavar="NAMES", help="of pools; `same` is the query's dtype")
     parser.add_argument("--head-dims", default="128", metavar="INTS", help="separated by commas: 64,128,256")
     parser.add_argument("--options", default="none", metavar="NAMES", help="none,window,cap,window+cap")
-    parser.add_argument("--module", action="append", default=[], metavar="NAME", help="build this module; repeatable")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--module", action="append", default=[], metavar="NAME", help="build this module; repeatable")
+    instead.add_argument(
         "--for-certify",
         choices=LEVELS,
         metavar="LEVEL",
         help=f"instead what `paged certify flashinfer --level LEVEL` asks for, in both tiers: {', '.join(LEVELS)}",
     )
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: one per core)")
+    parser.add_argument("--jobs", type=count, metavar="N", help="compilers at a time (default: one per core)")
     parser.add_argument("--list", action="store_true", help="print the names of the modules and build nothing")
 
 

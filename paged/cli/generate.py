@@ -61,8 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choose("--invariant", action="store_true", help="tokens that neighbours in the batch cannot move; slower")
     choose("--prefix-cache", action="store_true", help="compute what prompts begin with in common once")
     show = parser.add_argument_group("output").add_argument
-    show("--top-logprobs", type=nonnegative, default=0, metavar="N", help="likeliest tokens, with --json")
-    show("--prompt-logprobs", type=nonnegative, metavar="N", help="scores of the prompt's tokens, with --json")
+    show("--top-logprobs", type=nonnegative, default=0, metavar="N", help="likeliest tokens, with --json or --input")
+    show(
+        "--prompt-logprobs", type=nonnegative, metavar="N", help="scores of the prompt's tokens, with --json or --input"
+    )
     show("--json", action="store_true", help="print prompt ids, token ids and log probabilities as JSON")
     show("--stream", action="store_true", help="print each piece as it comes, as a line of JSON")
     show("--trace", action="store_true", help="say on stderr how host and device shared the time")

@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError("--save-trace writes a made-up trace; it does not go with --trace.")
     if args.write_cost and args.measure is None:
         raise InvalidInputError("--write-cost keeps what --measure fits; give --measure MODEL.")
+    if args.measure and args.trace and Path(args.trace).exists() and not Path(args.trace).is_file():
+        raise InvalidInputError(f"--measure reads the trace twice; {args.trace} is no regular file. Save it first.")
     # Only page counts matter here, so the layout has the smallest heads there are.
     layout = StorageLayout(
         num_layers=1,
@@ -86,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
             with _trace(args) as trace:
                 short = list(itertools.islice(trace, args.measure_requests))
+            if not short:
+                raise InvalidInputError(f"--measure: {args.trace} has no request to run.")
             measured = measured_run(args, short, progress)
             cost = measured.cost
             if args.write_cost:

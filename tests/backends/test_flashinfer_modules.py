@@ -272,3 +272,13 @@ def test_the_command_lists_what_a_level_of_certify_asks_for(capsys):
     with pytest.raises(SystemExit):
         main(["build", "flashinfer", "--list", "--for-certify", "everything"])
     assert "serving" in capsys.readouterr().err
+
+
+def test_options_of_the_command_that_do_not_go_together_are_refused(capsys):
+    for options, words in (
+        (["--module", "append", "--for-certify", "move"], "not allowed with argument --module"),
+        (["--jobs", "-1"], "must be a whole number, got '-1'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["build", "flashinfer", "--list", *options])
+        assert words in capsys.readouterr().err

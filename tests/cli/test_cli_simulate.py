@@ -1,6 +1,7 @@
 """`paged simulate`: a whole run without jax, a trace that is saved and read again, and refusals in one line."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -165,3 +166,13 @@ def test_a_measured_run_may_share_prefixes(capsys, directory, tmp_path):
 def test_what_belongs_to_a_measured_run_is_refused_without_one(capsys):
     status, _, err = run(capsys, "--requests", "3", "--num-pages", "9", "--write-cost", "c")
     assert (status, err) == (2, "paged simulate: --write-cost keeps what --measure fits; give --measure MODEL.\n")
+
+
+def test_a_trace_that_cannot_be_measured_is_refused_before_a_model_is_loaded(capsys, tmp_path):
+    pipe, empty = tmp_path / "pipe", tmp_path / "empty"
+    os.mkfifo(pipe)
+    empty.touch()
+    for trace, message in ((pipe, f"twice; {pipe} is no regular file"), (empty, f"{empty} has no request to run.")):
+        status, out, err = run(capsys, "--trace", str(trace), "--num-pages", "9", "--measure", "never loaded")
+        assert (status, out) == (2, "")
+        assert message in err
