@@ -90,17 +90,17 @@ class Report:
             out.append(f"prefix hits   {_share(self.prefix_tokens, self.prompt_tokens)} of the prompts' tokens")
         if c.preemptions:
             out.append("throughput    not reported: with preemptions this run measures capacity")
-        elif self.seconds:
-            out.append(f"throughput    {self.generated_tokens / self.seconds:.1f} generated tokens a second")
+        elif (rate := _throughput(self)) is not None:
+            out.append(f"throughput    {rate:.1f} generated tokens a second")
         return out
 
 
 def beside(reports: Mapping[str, Report]) -> list[str]:
-    """Reports by name as the columns of a table."""
-    rows: list[tuple[str, Callable[[Report], float], int]] = [
+    """Reports by name as the columns of a table. One with preemptions has no throughput (requirement T1)."""
+    rows: list[tuple[str, Callable[[Report], float | None], int]] = [
         ("seconds", lambda r: r.seconds, 2),
         ("finished", lambda r: r.finished, 0),
-        ("generated tokens/s", lambda r: r.generated_tokens / r.seconds if r.seconds else 0.0, 1),
+        ("generated tokens/s", _throughput, 1),
         ("device busy %", lambda r: 100 * r.busy_s / r.seconds if r.seconds else 0.0, 1),
         ("requests at once, mean", lambda r: r.mean_running, 1),
         ("pages held, most", lambda r: r.peak_pages, 0),
@@ -116,7 +116,10 @@ def beside(reports: Mapping[str, Report]) -> list[str]:
         name = "longest" if p == 100 else f"p{p}"
         rows.append((f"between tokens {name}, ms", lambda r, p=p: 1e3 * r.between_tokens_s.get(p, 0.0), 1))
     label = max(len(row[0]) for row in rows)
-    cells = [[f"{value(report):.{digits}f}" for report in reports.values()] for _, value, digits in rows]
+    cells = [
+        ["–" if (found := value(report)) is None else f"{found:.{digits}f}" for report in reports.values()]
+        for _, value, digits in rows
+    ]
     widths = [max(len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(reports)]
     lines = [" " * label + "".join(f"  {name:>{width}}" for name, width in zip(reports, widths))]
     for (name, _, _), row in zip(rows, cells):
@@ -220,6 +223,13 @@ def replay(
         between_tokens_s=_summary(timeline.between_tokens_s),
         counters=driver.counters,
     )
+
+
+def _throughput(report: Report) -> float | None:
+    """Generated tokens a second, where that is what the run measured."""
+    if report.counters.preemptions or not report.seconds:
+        return None
+    return report.generated_tokens / report.seconds
 
 
 def _share(part: float | int, whole: float | int) -> str:

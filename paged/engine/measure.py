@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from paged.engine.trace import Overlap, StepTrace
 class WallClock:
     """Seconds since it was made; the device was busy while nobody saw it idle."""
 
-    def __init__(self, traces: Sequence[StepTrace]):
+    def __init__(self, traces: Iterable[StepTrace]):
         self._traces = traces
         self._began = time.perf_counter()
 
@@ -82,7 +82,7 @@ def measure(
     runner.traces.clear()
     runner.rest()
     arrivals = [arrival._replace(arrival_s=0.0) for arrival in trace] if at_once else trace
-    clock = WallClock(runner.traces)  # pyright: ignore[reportArgumentType]
+    clock = WallClock(runner.traces)
     report = replay(arrivals, driver, clock, prompts=prompt_of, on_step=on_step)
     if runtime.plane.prefixes is not None:
         runtime.plane.forget_prefixes()

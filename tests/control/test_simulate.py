@@ -11,6 +11,7 @@ from paged.common import InvalidInputError
 from paged.control import PrefixIndex
 from paged.control.cost import CostModel
 from paged.control.driver import StepOutcome
+from paged.control.replay import beside
 from paged.control.simulate import simulate
 from paged.control.timeline import Timeline
 from paged.control.trace import Arrival, generate_trace
@@ -62,6 +63,8 @@ def test_an_overcommitted_pool_finishes_all_and_reports_no_throughput():
     assert (tight.counters.preemptions, roomy.counters.preemptions) == (17, 0)
     assert "throughput    not reported: with preemptions" in tight.lines()[-1]
     assert roomy.lines()[-1].endswith("generated tokens a second")
+    (told,) = (line.split()[2:] for line in beside({"tight": tight, "roomy": roomy}) if "tokens/s" in line)
+    assert told == ["–", f"{roomy.generated_tokens / roomy.seconds:.1f}"]
     assert tight.peak_pages == 12
     assert tight.leaked_pages == roomy.leaked_pages == 0
     # Every token of a prompt is fed once, and what a preemption threw away once more.
