@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     wanted = next((a for a in arguments if not a.startswith("-")), None)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that its encoding lacks must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = build_parser(wanted).parse_args(arguments)
     from paged.cli import stopping
     from paged.common.errors import PagedError

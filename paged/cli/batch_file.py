@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import io
 import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -58,8 +60,19 @@ def read(path: str, defaults: SamplingParams) -> list[Line]:
 def _line(where: str, number: int, raw: str, defaults: SamplingParams) -> Line:
     if not raw.strip():
         raise InvalidInputError(f'{where} is blank. Each line is an object, such as {{"prompt": "Once"}}.')
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entry: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in entry:
+                raise InvalidInputError(f"{where}: {show(key)} is there twice. Give it once.")
+            entry[key] = value
+        return entry
+
     try:
-        entry = json.loads(raw)
+        entry = json.loads(raw, object_pairs_hook=once)
+    except InvalidInputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{where} is not JSON ({error}): {show(raw)}.") from None
     if not isinstance(entry, dict) or "prompt" not in entry:
@@ -71,6 +84,8 @@ def _line(where: str, number: int, raw: str, defaults: SamplingParams) -> Line:
     known = entry.get("id")
     if isinstance(known, bool) or not (known is None or isinstance(known, (str, int))):
         raise InvalidInputError(f"{where}: id must be a text or a whole number, got {show(known)}.")
+    if isinstance(known, str):
+        _encodable(f"{where}: id", known)
     try:
         params = dataclasses.replace(defaults, **{key: entry[key] for key in fields if key in entry})
     except InvalidInputError as error:
@@ -86,11 +101,15 @@ def prompt_of(where: str, prompt: object) -> str | list[int]:
         return prompt
     if not isinstance(prompt, str) or not prompt:
         raise InvalidInputError(f"{where} must be a text that is not empty, or token ids; got {show(prompt)}.")
+    _encodable(where, prompt)
+    return prompt
+
+
+def _encodable(where: str, text: str) -> None:
     try:
-        prompt.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise InvalidInputError(f"{where} is no text: {error.reason} at character {error.start}.") from None
-    return prompt
 
 
 class Results:
@@ -108,7 +127,7 @@ class Results:
             entry["id"] = line.id
         entry |= {"sample": output.sample, **fields_of(output)}
         try:
-            self._stream.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
+            self._stream.write(as_json(entry, self._stream.encoding) + "\n")
             self._stream.flush()
         except BrokenPipeError:
             raise
@@ -119,18 +138,37 @@ class Results:
         self.written += 1
 
 
+def as_json(value: object, encoding: str | None) -> str:
+    """JSON on one line, in characters that a stream's `encoding` has; None for one that takes any."""
+    anything = encoding is None or codecs.lookup(encoding).name == "utf-8"
+    return json.dumps(value, ensure_ascii=not anything, allow_nan=False)
+
+
+def _number(logprob: float) -> float | None:
+    return logprob if math.isfinite(logprob) else None
+
+
+def _pairs(top: Sequence[tuple[int, float]]) -> list[tuple[int, float | None]]:
+    return [(token, _number(logprob)) for token, logprob in top]
+
+
 def fields_of(output: CompletionOutput) -> dict[str, Any]:
-    """What JSON tells of a completion, besides which one it is."""
-    entry: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids, "logprobs": output.logprobs}
+    """What JSON tells of a completion, besides which one it is. A log probability that is not finite is null there."""
+    entry: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "logprobs": [_number(p) for p in output.logprobs],
+    }
     entry |= {"finish_reason": output.finish_reason}
     for name in ("error", "stop_reason", "seed"):
         if (value := getattr(output, name)) is not None:
             entry[name] = value
     if output.top_logprobs:
-        entry["top_logprobs"] = output.top_logprobs
+        entry["top_logprobs"] = [_pairs(top) for top in output.top_logprobs]
     if output.prompt_logprobs is not None:
-        scored = [token and {"logprob": token.logprob, "top": token.top} for token in output.prompt_logprobs]
-        entry["prompt_logprobs"] = scored
+        entry["prompt_logprobs"] = [
+            token and {"logprob": _number(token.logprob), "top": _pairs(token.top)} for token in output.prompt_logprobs
+        ]
     return entry
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import sys
@@ -148,14 +147,17 @@ def _run(args: argparse.Namespace, progress: Progress) -> int:
         print("\n".join(Overlap.of(engine.trace()).lines()), file=sys.stderr)
     bad = [output for output in outputs if output.error is not None]
     for output in bad:
-        print(f"paged generate: {output.finish_reason}: {output.error}", file=sys.stderr)
+        line = "" if args.input is None else f"line {output.request + 1} of {args.input}: "
+        print(f"paged generate: {output.finish_reason}: {line}{output.error}", file=sys.stderr)
     return EXIT_FAILED if bad else 0
 
 
 def _generate_lines(
     args: argparse.Namespace, engine: OfflineEngine, results: Results, progress: Progress
 ) -> list[CompletionOutput]:
-    lines = results.lines
+    from paged.common.errors import InvalidInputError
+
+    lines, where = results.lines, f"prompt i is line i + 1 of {args.input}"
 
     def on_step(done: BatchProgress) -> None:
         progress.update("completions", done.finished, done.total)
@@ -163,17 +165,19 @@ def _generate_lines(
     try:
         prompts, params = [line.prompt for line in lines], [line.params for line in lines]
         return engine.batch_inference(prompts, params, on_output=results.put, on_step=on_step)
+    except InvalidInputError as error:
+        error.add_note(where)
+        raise
     except KeyboardInterrupt as stopped:
-        stopped.add_note(
-            f"{results.written} completions are in {args.output or 'what was printed'}; prompt i is line i + 1 of "
-            f"{args.input}"
-        )
+        stopped.add_note(f"{results.written} completions are in {args.output or 'what was printed'}; {where}")
         raise
 
 
 def _generate(
     args: argparse.Namespace, params: SamplingParams, engine: OfflineEngine, progress: Progress
 ) -> list[CompletionOutput]:
+    from paged.cli.batch_file import as_json
+
     total = engine.check(args.prompt, params)
     plain = _streams_text(args)
     finished = 0
@@ -184,7 +188,7 @@ def _generate(
             sys.stdout.write(delta.text)
         elif args.stream:
             progress.clear()
-            print(json.dumps(_piece(delta), ensure_ascii=False, allow_nan=False))
+            print(as_json(_piece(delta), sys.stdout.encoding))
         sys.stdout.flush()
 
     def on_step(done: BatchProgress) -> None:
@@ -212,8 +216,10 @@ def _print(args: argparse.Namespace, outputs: Sequence[CompletionOutput]) -> Non
     """What is not printed yet. A completion that was stopped is marked as such."""
     if args.stream:
         return
+    from paged.cli.batch_file import as_json
+
     if args.json:
-        print(json.dumps(_document(args, outputs), ensure_ascii=False, allow_nan=False))
+        print(as_json(_document(args, outputs), sys.stdout.encoding))
     elif _streams_text(args):
         print()
     else:

@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError("--write-cost keeps what --measure fits; give --measure MODEL.")
     if args.measure and args.trace and Path(args.trace).exists() and not Path(args.trace).is_file():
         raise InvalidInputError(f"--measure reads the trace twice; {args.trace} is no regular file. Save it first.")
+    if args.measure is not None and args.depth > 2:
+        raise InvalidInputError(f"--measure runs at depth 1 or 2, got --depth {args.depth}.")
     # Only page counts matter here, so the layout has the smallest heads there are.
     layout = StorageLayout(
         num_layers=1,

@@ -63,7 +63,7 @@ class CostModel:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"CostModel.from_json: not JSON ({error}).") from None
         if not isinstance(data, dict) or ("coefficients" in data) == ("samples" in data):
             raise InvalidInputError(

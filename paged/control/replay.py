@@ -14,6 +14,7 @@ from paged.common.namespace import CacheNamespace
 from paged.control.counters import Counters
 from paged.control.driver import Driver
 from paged.control.outcome import StepOutcome
+from paged.control.submission import refuse_too_long
 from paged.control.timeline import Timeline
 from paged.control.trace import Arrival, own_ids
 
@@ -34,7 +35,7 @@ class Clock(Protocol):
     def busy_s(self) -> float: ...
 
     def wait_until(self, when: float) -> None:
-        """Nothing is to do before `when`."""
+        """Nothing is to do before `when`; it may come back earlier."""
         ...
 
 
@@ -166,6 +167,9 @@ def replay(
                 number, arrival = coming
                 coming = next(arrivals, None)
                 try:
+                    if isinstance(arrival.prompt_tokens, int):  # before there are ids of it
+                        most = driver.max_request_tokens
+                        refuse_too_long(plane, arrival.prompt_tokens, arrival.output_tokens, most)
                     prompt = prompts(number, arrival)
                     driver.submit(
                         prompt, arrival.output_tokens, priority=arrival.priority, request_id=number, namespace=namespace

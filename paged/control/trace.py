@@ -131,7 +131,7 @@ def read_trace(lines: Iterable[str], name: str = "trace") -> Iterator[Arrival]:
 def _parse(where: str, line: str) -> Arrival:
     try:
         data: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{where} is not JSON ({error}).") from None
     if not isinstance(data, dict) or not set(_FIELDS[:3]) <= data.keys() <= set(_FIELDS):
         raise InvalidInputError(f"{where} must be an object with {', '.join(_FIELDS)}; got {show(data)}.")

@@ -15,6 +15,8 @@ from paged.control.trace import Arrival
 from paged.engine.runtime import Runtime
 from paged.engine.trace import Overlap, StepTrace
 
+_LONGEST_SLEEP_S = 3600.0
+
 
 class WallClock:
     """Seconds since it was made; the device was busy while nobody saw it idle."""
@@ -35,8 +37,8 @@ class WallClock:
         return overlap.total_s - overlap.idle_s
 
     def wait_until(self, when: float) -> None:
-        """Sleep until then."""
-        time.sleep(max(0.0, when - self.now))
+        """Sleep until then, or for a part of it that the operating system can take."""
+        time.sleep(min(max(0.0, when - self.now), _LONGEST_SLEEP_S))
 
 
 def measure(

@@ -1,12 +1,19 @@
 """`paged generate --input`: what a line may say, where results go, and what is left when it ends early."""
 
+import io
 import json
+import math
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paged import cli
+from paged.cli import batch_file
+from paged.engine import CompletionOutput, SamplingParams, Token
 
 BASE = ["--max-requests", "2", "--ignore-eos", "--quiet", "--max-tokens", "4"]
 
@@ -64,6 +71,8 @@ def test_each_line_has_its_own_parameters_and_results_come_as_they_end(capsys, d
         ('{"prompt": "\\ud800"}', ": prompt is no text: surrogates not allowed at character 0"),
         ({"prompt": "x", "id": 1.5}, ": id must be a text or a whole number, got 1.5"),
         ({"prompt": "x", "id": "a"}, ": id 'a' is that of line 1, too"),
+        ('{"prompt": "x", "id": "b\\ud800"}', ": id is no text: surrogates not allowed at character 1"),
+        ('{"prompt": "x", "n": 2, "prompt": "y"}', ": 'prompt' is there twice. Give it once"),
         ({"prompt": "x", "temperatur": 1}, ": there is no field 'temperatur', but prompt, id, max_tokens, "),
         ({"prompt": "x", "temperature": "hot"}, ": SamplingParams.temperature must be a number, got 'hot'"),
         ('{"prompt": "x", "top_p": NaN}', ": SamplingParams.top_p must be finite, got nan"),
@@ -110,7 +119,50 @@ def test_a_request_that_can_never_fit_is_a_result_too_and_the_status_is_1(capsys
     refused, done = map(json.loads, out.splitlines())
     assert (refused["id"], refused["finish_reason"], done["finish_reason"]) == ("long", "refused", "length")
     assert refused["error"].startswith("prompt 0: 40 tokens and 3 to generate need 6 pages")
-    assert err == f"paged generate: refused: {refused['error']}\n"
+    assert err == f"paged generate: refused: line 1 of {source}: {refused['error']}\n"
+
+
+def test_ids_outside_the_vocabulary_tell_how_prompts_are_counted(capsys, directory, batch):
+    source = batch({"prompt": "a"}, {"prompt": [1, 999]})
+    assert generate("--model", directory, "--input", source) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("paged generate: prompt 1.tokens must be in 0..")
+    assert f"prompt i is line i + 1 of {source}" in err
+
+
+def test_json_is_ascii_where_the_stream_has_nothing_else():
+    assert batch_file.as_json({"a": "\u00e9\u4f60"}, "latin-1") == r'{"a": "\u00e9\u4f60"}'
+    for encoding in ("UTF8", "utf-8", None):
+        assert batch_file.as_json({"a": "\u4f60"}, encoding) == '{"a": "\u4f60"}'
+
+
+def test_a_stdout_that_lacks_a_character_ends_no_run(directory):
+    code = (
+        f"import sys; from paged.cli import main; sys.exit(main(['generate', '--model', {directory!r}, *sys.argv[1:]]))"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    arguments = ["--quiet", "--max-tokens", "1", "--prompt", "\u4f60", "--prompt", "a"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, env=environment, timeout=300)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(rb"--- 0: \u4f60")
+
+
+def test_scores_that_are_not_finite_are_null_and_end_no_run():
+    """Of a prompt whose last logits are finite and some earlier ones are not."""
+    scores = (None, Token(3, -math.inf, ((1, -0.5), (2, -math.inf))), Token(4, math.nan), Token(5, -1.5))
+    output = CompletionOutput(0, 0, (1, 3, 4, 5), token_ids=(7,), logprobs=(-0.5,), prompt_logprobs=scores)
+    line = batch_file.Line(1, None, [1, 3, 4, 5], SamplingParams())
+    stream = io.StringIO()
+    batch_file.Results(stream, [line]).put(output)
+    assert [token and token["logprob"] for token in json.loads(stream.getvalue())["prompt_logprobs"]] == [
+        None,
+        None,
+        None,
+        -1.5,
+    ]
+    assert json.loads(stream.getvalue())["prompt_logprobs"][1]["top"] == [[1, -0.5], [2, None]]
+    assert json.loads(stream.getvalue())["logprobs"] == [-0.5]
 
 
 def test_what_had_ended_survives_and_the_rest_is_told(capsys, monkeypatch, directory, batch, tmp_path):
@@ -143,5 +195,5 @@ def test_a_full_disk_is_one_line_and_says_what_was_written(capsys, directory, ba
     assert capsys.readouterr().err == (
         "paged generate: cannot write the result of line 1: No space left on device. 0 results were written; 1 of 2 "
         "completions are done (prompt 0: 1 tokens), 1 are not: 1 had begun, 1 tokens in all (prompt 1: 1 tokens), and "
-        "0 had no token yet (none)\n"
+        f"0 had no token yet (none); prompt i is line i + 1 of {source}\n"
     )

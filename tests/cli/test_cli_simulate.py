@@ -176,3 +176,5 @@ def test_a_trace_that_cannot_be_measured_is_refused_before_a_model_is_loaded(cap
         status, out, err = run(capsys, "--trace", str(trace), "--num-pages", "9", "--measure", "never loaded")
         assert (status, out) == (2, "")
         assert message in err
+    status, out, err = run(capsys, *MADE_UP, "--num-pages", "9", "--measure", "never loaded", "--depth", "3")
+    assert (status, out, err) == (2, "", "paged simulate: --measure runs at depth 1 or 2, got --depth 3.\n")

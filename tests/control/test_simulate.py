@@ -9,12 +9,13 @@ from plane_helpers import make_layout, make_plane
 
 from paged.common import InvalidInputError
 from paged.control import PrefixIndex
+from paged.control import replay as replay_module
 from paged.control.cost import CostModel
 from paged.control.driver import StepOutcome
 from paged.control.replay import beside
 from paged.control.simulate import simulate
 from paged.control.timeline import Timeline
-from paged.control.trace import Arrival, generate_trace
+from paged.control.trace import Arrival, generate_trace, own_ids
 
 ONE_SECOND = CostModel(step_s=1.0, prefill_token_s=0.0, decode_row_s=0.0, kv_token_s=0.0)
 
@@ -79,6 +80,13 @@ def test_requests_that_can_never_fit_are_counted_and_do_not_block():
     report = run([Arrival(0.0, 4, 1), Arrival(0.0, 50, 1), Arrival(0.0, [5, 6, 7], 2)], num_pages=5)
     assert (report.finished, report.refused, report.prompt_tokens, report.generated_tokens) == (2, 1, 7, 3)
     assert "2 finished, 1 refused" in report.lines()[0]
+
+
+def test_no_ids_are_made_of_a_prompt_that_can_never_fit(monkeypatch):
+    made = []
+    monkeypatch.setattr(replay_module, "own_ids", lambda number, count: made.append(count) or own_ids(number, count))
+    report = run([Arrival(0.0, 17, 1), Arrival(0.0, 16, 1), Arrival(0.0, 3, 15)], num_pages=5)
+    assert (report.finished, report.refused, made) == (1, 2, [16])
 
 
 def test_a_report_is_plain_data_and_an_empty_trace_has_one():

@@ -53,6 +53,7 @@ GOOD = '{"arrival_s": 1, "prompt_tokens": 4, "output_tokens": 2}'
     ("line", "text"),
     [
         ("{", r"t, line 3 is not JSON"),
+        ("[" * 100_000, r"t, line 3 is not JSON \(maximum recursion"),
         ("[]", r"t, line 3 must be an object with arrival_s, .*; got \[\]"),
         (GOOD[:-1] + ', "size": 3}', r"must be an object with .*'size'"),
         (GOOD.replace("1,", "0.5,"), r"line 3: arrival_s=0\.5 is before the line above \(1\.0\)"),
@@ -135,6 +136,7 @@ def test_models_from_json():
     ("text", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, r"not JSON \(maximum recursion"),
         ("{}", "needs an object with 'coefficients' or 'samples'"),
         ('{"coefficients": {}, "samples": []}', "one of them"),
         ('{"coefficients": {"a": 1}}', r"may have the keys step_s, .*'a'"),
