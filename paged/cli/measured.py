@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged.cli.progress import Progress
+from paged.common.errors import InvalidInputError
 from paged.common.page_table import pages_for
 from paged.control import ControlPlane, PrefixIndex
 from paged.control.cost import CostModel
@@ -97,7 +98,13 @@ def measured_run(args: argparse.Namespace, trace: Sequence[Arrival], progress: P
     passed("compiling", one, at_once=True)
     passed("warming up", one)  # other shapes come with other arrivals
     _, samples = passed("fitting", one)
-    cost = CostModel.fit(samples)
+    try:
+        cost = CostModel.fit(samples)
+    except InvalidInputError as error:
+        error.add_note(
+            f"the first {len(trace)} requests ran {len(samples)} steps; --measure-requests takes more of them"
+        )
+        raise
     if args.depth > 1:
         one = runtime(2)
         passed("warming up", one)

@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"--measure reads the trace twice; {args.trace} is no regular file. Save it first.")
     if args.measure is not None and args.depth > 2:
         raise InvalidInputError(f"--measure runs at depth 1 or 2, got --depth {args.depth}.")
+    if args.write_cost and not Path(args.write_cost).parent.is_dir():  # said now, not after minutes
+        raise InvalidInputError(f"cannot write {args.write_cost}: {Path(args.write_cost).parent} is no directory.")
     # Only page counts matter here, so the layout has the smallest heads there are.
     layout = StorageLayout(
         num_layers=1,

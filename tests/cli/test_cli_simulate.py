@@ -178,3 +178,13 @@ def test_a_trace_that_cannot_be_measured_is_refused_before_a_model_is_loaded(cap
         assert message in err
     status, out, err = run(capsys, *MADE_UP, "--num-pages", "9", "--measure", "never loaded", "--depth", "3")
     assert (status, out, err) == (2, "", "paged simulate: --measure runs at depth 1 or 2, got --depth 3.\n")
+    cost, nowhere = tmp_path / "no" / "cost", tmp_path / "no"
+    status, out, err = run(capsys, *MADE_UP, "--num-pages", "9", "--measure", "never loaded", "--write-cost", str(cost))
+    assert (status, out, err) == (2, "", f"paged simulate: cannot write {cost}: {nowhere} is no directory.\n")
+
+
+def test_too_few_steps_to_fit_a_cost_say_how_many_there_were(capsys, directory, tmp_path):
+    trace = arrivals_at_once(tmp_path / "t", (5, 2))
+    status, out, err = run(capsys, "--trace", trace, "--num-pages", "9", "--measure", directory)
+    assert (status, out) == (2, "")
+    assert err.endswith("; the first 1 requests ran 2 steps; --measure-requests takes more of them\n")
