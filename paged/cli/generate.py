@@ -169,7 +169,8 @@ def _generate_lines(
         error.add_note(where)
         raise
     except KeyboardInterrupt as stopped:
-        stopped.add_note(f"{results.written} completions are in {args.output or 'what was printed'}; {where}")
+        file = (args.output or "what was printed") if results.written else "no file"
+        stopped.add_note(f"{results.written} completions are in {file}; {where}")
         raise
 
 

@@ -45,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fit the cost to a run of the trace's first requests with this model on this machine, and print that run "
         "beside its simulation; smollm2, a Hugging Face directory, or a .gguf file",
     )
-    add("--measure-requests", type=count, default=8, metavar="N", help="how many of them (8)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of that model (float32)")
-    add("--backend", default="xla", metavar="NAME", help="attention backend of that model (xla)")
+    add("--measure-requests", type=count, metavar="N", help="how many of them (8)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of that model (float32)")
+    add("--backend", metavar="NAME", help="attention backend of that model (xla)")
     add("--write-cost", metavar="FILE", help="with --measure: keep the fitted cost there, for --cost")
     add("--json", action="store_true", help="print the report as JSON")
     add("--quiet", action="store_true", help="no progress on stderr")
@@ -63,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.save_trace and args.trace:
         raise InvalidInputError("--save-trace writes a made-up trace; it does not go with --trace.")
-    if args.write_cost and args.measure is None:
-        raise InvalidInputError("--write-cost keeps what --measure fits; give --measure MODEL.")
+    _of_the_measured_run(args)
     if args.measure and args.trace and Path(args.trace).exists() and not Path(args.trace).is_file():
         raise InvalidInputError(f"--measure reads the trace twice; {args.trace} is no regular file. Save it first.")
     if args.measure is not None and args.depth > 2:
@@ -119,6 +118,22 @@ def run(args: argparse.Namespace) -> int:
         print(f"cost          {cost}")
         print("\n".join(report.lines()))
     return 0
+
+
+def _of_the_measured_run(args: argparse.Namespace) -> None:
+    """Fill in what was left out of the measured run's arguments, or refuse them where nothing is measured."""
+    from paged.common.errors import InvalidInputError
+
+    if args.measure is None:
+        if args.write_cost:
+            raise InvalidInputError("--write-cost keeps what --measure fits; give --measure MODEL.")
+        for name in ("measure_requests", "dtype", "backend"):
+            if getattr(args, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise InvalidInputError(f"{flag} is of the run that --measure makes; give --measure MODEL.")
+    args.measure_requests = args.measure_requests or 8
+    args.dtype = args.dtype or "float32"
+    args.backend = args.backend or "xla"
 
 
 def _cost(path: str | None) -> CostModel:

@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM from outside: every command says what was done and what was left, and no child outlives it."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -25,7 +26,9 @@ def start(*arguments, **options):
 
 
 def children(pid):
-    found = [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        found = [int(c) for at in Path(f"/proc/{pid}/task").iterdir() for c in (at / "children").read_text().split()]
     return [*found, *(grandchild for child in found for grandchild in children(child))]
 
 
