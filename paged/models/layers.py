@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
@@ -36,6 +37,24 @@ def linear(
     return lax.platform_dependent(x, weight, cpu=partial(_on_cpu, product), default=plain)
 
 
+@custom_partitioning
+def _row_major(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+    """`x` in memory in the order of its axes, each shard where it is: by itself XLA would gather them first."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def _each_share(mesh: Any, arguments: Any, result: Any) -> tuple[Any, ...]:
+    sharding = arguments[0].sharding
+    return mesh, _row_major.fun, sharding, (sharding,)
+
+
+_row_major.def_partition(
+    partition=_each_share,
+    infer_sharding_from_operands=lambda mesh, arguments, result: arguments[0].sharding,
+    sharding_rule="... -> ...",
+)
+
+
 def _on_cpu(product: Callable[..., Array], x: Float[Array, "t i"], weight: Float[Array, "*o i"]) -> Array:
     """`linear` in forms that XLA's CPU backend multiplies without a transposed copy of the weight.
 
@@ -46,8 +65,7 @@ def _on_cpu(product: Callable[..., Array], x: Float[Array, "t i"], weight: Float
     """
     contract_inputs = (((weight.ndim - 1,), (1,)), ((), ()))
     if x.shape[0] <= _FEW_TOKENS:
-        found = jnp.moveaxis(lax.optimization_barrier(product(weight, x, contract_inputs)), -1, 0)
-        return with_layout_constraint(found, Layout(tuple(range(found.ndim))))
+        return _row_major(jnp.moveaxis(lax.optimization_barrier(product(weight, x, contract_inputs)), -1, 0))
     if weight.ndim == 3:
         many = jnp.broadcast_to(x, (weight.shape[0], *x.shape))
         return product(many, weight, (((2,), (2,)), ((0,), (0,)))).swapaxes(0, 1)
