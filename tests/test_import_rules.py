@@ -29,9 +29,13 @@ TABLE = {
     "control": Row(("paged.control",), may=("numpy",)),
     "reference": Row(("paged.reference",), may=(*ARRAYS, "paged.backends.protocol")),
     "seam": Row(("paged.backends", *SEAM), may=ARRAYS),
+    "native": Row(("paged.backends.native", "paged.backends.compilers"), lazily=("jax",)),
     "xla": Row(("paged.backends.xla",), may=KERNELS),
+    "cpu": Row(("paged.backends.cpu",), may=(*KERNELS, "paged.backends.native")),
     "flashinfer": Row(
-        ("paged.backends.flashinfer",), may=KERNELS, lazily=("flashinfer", "jax_tvm_ffi", "tvm_ffi", "jinja2")
+        ("paged.backends.flashinfer",),
+        may=(*KERNELS, "paged.backends.compilers"),
+        lazily=("flashinfer", "jax_tvm_ffi", "tvm_ffi", "jinja2"),
     ),
     "aiter": Row(("paged.backends.aiter",), may=KERNELS, lazily=("jax_aiter", "jaxlib")),
     "models": Row(

@@ -1,4 +1,6 @@
-"""`paged build flashinfer`: compile the kernels of the installed `flashinfer-python`. Needs nvcc and no GPU."""
+"""`paged build flashinfer` compiles the kernels of the installed `flashinfer-python` and needs nvcc and no GPU; `paged
+build cpu` compiles the project's own kernels for this machine's CPU, which otherwise happens when they are first used.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,27 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's arguments."""
-    parser.add_argument("provider", choices=["flashinfer"], help="whose kernels to build")
+    """The subcommand's arguments: a provider, and then its own."""
+    providers = parser.add_subparsers(dest="provider", metavar="PROVIDER", required=True)
+    for name, add, summary in (
+        ("cpu", _add_cpu, "The project's own kernels, for this machine's CPU."),
+        ("flashinfer", _add_flashinfer, "FlashInfer's kernels, for NVIDIA GPUs."),
+    ):
+        add(providers.add_parser(name, help=summary, description=summary))
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="DIR", help="where to put the libraries (default: where they are looked for)"
     )
+
+
+def _add_cpu(parser: argparse.ArgumentParser) -> None:
+    _add_output(parser)
+
+
+def _add_flashinfer(parser: argparse.ArgumentParser) -> None:
+    _add_output(parser)
     parser.add_argument("--arch", default="9.0a", help="compute capability, e.g. 9.0a, 8.0 (default: 9.0a)")
     parser.add_argument("--dtypes", default="bfloat16", metavar="NAMES", help="of queries, separated by commas")
     parser.add_argument("--kv-dtypes", default="same", metavar="NAMES", help="of pools; `same` is the query's dtype")
@@ -37,6 +55,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Build what is asked for, and print the directory that it is in."""
+    return _run_cpu(args) if args.provider == "cpu" else _run_flashinfer(args)
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _run_cpu(args: argparse.Namespace) -> int:
+    import pathlib
+
+    from paged.backends.cpu.library import build, default_directory
+
+    directory = pathlib.Path(args.output).absolute() if args.output else default_directory()
+    build(directory, progress=_progress)
+    print(directory)
+    return 0
+
+
+def _run_flashinfer(args: argparse.Namespace) -> int:
     """Build, or list, the modules asked for."""
     import pathlib
 
@@ -67,9 +105,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(spec.name for spec in specs))
         return 0
     directory = pathlib.Path(args.output) if args.output else default_directory()
-    build(
-        specs, directory, arch=args.arch, jobs=args.jobs, progress=lambda line: print(line, file=sys.stderr, flush=True)
-    )
+    build(specs, directory, arch=args.arch, jobs=args.jobs, progress=_progress)
     print(directory)
     return 0
 

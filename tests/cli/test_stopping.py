@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from paged import cli
-from paged.backends.flashinfer.compilers import Compilers
+from paged.backends.compilers import Compilers
 from paged.cli import stopping
 
 KINDS = [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 
 
-def start(*arguments, **options):
+def start(*arguments, before="", **options):
     """The command in a process that does not ignore SIGINT, as one that a shell put into the background would."""
-    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code = f"import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n{before}\n"
     code += "from paged.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
@@ -78,6 +78,39 @@ def test_a_certification_keeps_its_results_and_leaves_no_worker(tmp_path):
     assert f"results are kept in {journal}, " in last
     assert last.endswith("are left; the same command goes on from there; nothing else was written")
     assert not (tmp_path / "c.json").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
+@pytest.mark.parametrize(("number", "code", "word"), KINDS)
+def test_a_build_for_the_cpu_ends_its_compiler_and_keeps_nothing(tmp_path, number, code, word):
+    import os
+
+    script, started, kept = tmp_path / "cxx", tmp_path / "started", tmp_path / "kept"
+    text = f'*-o\\ *) mktemp; touch {started}; sleep 60;; *--version*) echo "g++ 1.0";;'
+    script.write_text(f'#!/bin/sh\ncase "$*" in {text} esac\n')
+    script.chmod(0o755)
+    (tmp_path / "handlers.cc").touch()
+    before = (
+        f"import pathlib; from paged.backends.cpu import library; library.SOURCES = pathlib.Path({str(tmp_path)!r})"
+    )
+    env = {**os.environ, "CXX": str(script)}
+    process = start("build", "cpu", "--output", str(kept), before=before, env=env)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("compiling the CPU kernels with g++ 1.0 into ")
+    deadline = time.monotonic() + 30
+    while not started.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    running = children(process.pid)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "")
+    assert err == f"paged build: {word}: the CPU kernels were being compiled; nothing of it is kept\n"
+    assert running
+    while not all(gone(pid) for pid in running):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [path.name for path in kept.glob("*/*/*")] == ["lock"]
 
 
 @pytest.mark.parametrize(("number", "code", "word"), KINDS)

@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 
-from paged.backends.flashinfer.compilers import Compilers
+from paged.backends.compilers import Compilers
 from paged.backends.flashinfer.generate import FLAGS, Sources, generate, includes, module_key
 from paged.backends.flashinfer.module_spec import ModuleSpec
 from paged.common.errors import BackendUnavailableError, InvalidInputError

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class Compilers:
@@ -18,14 +18,14 @@ class Compilers:
         self._running: set[subprocess.Popen[str]] = set()
         self._stopped = False
 
-    def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Like `subprocess.run` with captured text. After `stop` nothing is started, and the status is −15."""
         with self._lock:
             if self._stopped:
                 return subprocess.CompletedProcess(command, -signal.SIGTERM, "", "stopped")
-            # A group of its own: nvcc is a driver of other programs, which would outlive it.
+            # A group of its own: a compiler is a driver of other programs, which would outlive it.
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=env
             )
             self._running.add(process)
         try:
