@@ -89,7 +89,7 @@ def machine() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):
+            if name.strip().lower() in ("flags", "features", "isa", "cpu"):  # x86, ARM, RISC-V, POWER
                 words.update(value.split())
     return " ".join([platform.system(), platform.machine(), *(sorted(words) or [platform.processor()])])
 

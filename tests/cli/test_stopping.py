@@ -93,7 +93,8 @@ def test_a_build_for_the_cpu_ends_its_compiler_and_keeps_nothing(tmp_path, numbe
     before = (
         f"import pathlib; from paged.backends.cpu import library; library.SOURCES = pathlib.Path({str(tmp_path)!r})"
     )
-    env = {**os.environ, "CXX": str(script)}
+    env = {**os.environ, "CXX": str(script), "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
     process = start("build", "cpu", "--output", str(kept), before=before, env=env)
     assert process.stderr is not None
     assert process.stderr.readline().startswith("compiling the CPU kernels with g++ 1.0 into ")
@@ -111,6 +112,7 @@ def test_a_build_for_the_cpu_ends_its_compiler_and_keeps_nothing(tmp_path, numbe
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert [path.name for path in kept.glob("*/*/*")] == ["lock"]
+    assert not list((tmp_path / "tmp").iterdir()), "the compiler's own files"
 
 
 @pytest.mark.parametrize(("number", "code", "word"), KINDS)

@@ -22,7 +22,7 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra"
 """Besides the flag for this machine's instruction sets, `native.NATIVE_FLAGS`."""
 
 DIRECTORY_VARIABLE = "PAGED_CPU_DIR"
-SECONDS = 20
+SECONDS = 10
 TITLE = "the CPU kernels"
 
 _lock = threading.Lock()
@@ -33,7 +33,12 @@ def default_directory() -> Path:
     """Where builds are kept: `$PAGED_CPU_DIR`, else `cpu` under the user's cache of paged."""
     if given := os.environ.get(DIRECTORY_VARIABLE):
         return Path(given).absolute()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without an entry, in a container
+        raise BackendUnavailableError(
+            f"{TITLE} have no place to be kept: there is no home directory. Set {DIRECTORY_VARIABLE}."
+        ) from None
     return cache.absolute() / "paged" / "cpu"
 
 
