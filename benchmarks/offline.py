@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="small (random), or what load_model takes (smollm2)")
     parser.add_argument("--requests", type=int, default=32, help="prompts (32)")
     parser.add_argument("--new", type=int, default=64, help="tokens to generate for each (64)")
+    parser.add_argument("--backend", default="xla", help="of our arm (xla)")
     parser.add_argument("--step-tokens", type=int, default=1024, help="longest step of our arm (1024)")
     parser.add_argument(
         "--schedule",
@@ -105,6 +106,7 @@ def run(args: argparse.Namespace) -> Figures:
     longest = -(-(max(lengths) + args.new) // 64) * 64
     engine = OfflineEngine(
         model,
+        backend=args.backend,
         max_requests=args.requests,
         max_step_tokens=args.step_tokens,
         max_request_tokens=longest,

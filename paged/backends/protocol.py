@@ -6,10 +6,12 @@ of all layers, `s` token slots per page, `r` rows (requests), `l` listed pages.
 A backend is any object with the attributes and methods of `AttentionBackend`; it needs no base class. It must be
 hashable, because it is a static argument of the jitted step: a frozen dataclass is the usual form.
 
-Two methods are optional, and change no meaning, only the number of kernels. `rotate_append(pool, heads, slots, layer,
+Some methods are optional, and change no meaning, only the number of kernels. `rotate_append(pool, heads, slots, layer,
 num_pages, static, arrays)` takes `PackedHeads`, slots relative to a layer and the layer's index; it turns query and
 key, appends, and returns the query, the pool and plan arrays for `attend` with page base 0. `layer_kernels(plan, sizes,
-dtype)` returns `LayerKernels` for a `StepPlan`, or None.
+dtype)` returns `LayerKernels` for a `StepPlan`, or None; `runs_layers(sizes, dtype, kv_dtype)` says whether it returns
+them for every step of a model, so that the engine need not lay out layers apart. `logits(x, norm, head, eps)` returns
+the float32 product of the head with the norm of x, or None.
 """
 
 from __future__ import annotations
@@ -192,7 +194,7 @@ class LayerWeights(eqx.Module):
 
 @runtime_checkable
 class LayerKernels(Protocol):
-    """Whole decoder layers by a backend, for steps of few single tokens, which are bound by reading weights.
+    """Whole decoder layers by a backend, for the steps that it offers them for.
 
     The residual stream travels as `x` (t, m) and `parts` (s, t, m) float32 that are still to be added to it: a product
     that is split over its inputs leaves its sums so, and the next norm reads them anyway.

@@ -21,6 +21,7 @@ GROUP = "paged.backends"
 BUILT_IN = {
     "reference": "paged.reference.backend:make_backend",
     "xla": "paged.backends.xla:make_backend",
+    "cpu": "paged.backends.cpu:make_backend",
     "flashinfer": "paged.backends.flashinfer:make_backend",
     "aiter": "paged.backends.aiter:make_backend",
 }

@@ -35,6 +35,7 @@ from paged.engine.runner import DeviceRunner, Token
 from paged.engine.step import Program
 from paged.engine.warm_up import Say, WarmUp, warm_up
 from paged.models import Decoder
+from paged.models.decoder import runs_layers
 
 _LONG_KV_LEN = 2048
 
@@ -124,6 +125,7 @@ class Runtime:
         )
         stacked = backend.capabilities.pool_layout == "stacked"
         apart = scan is None and stacked and sharding is None and device.platform == "cpu"
+        apart = apart and not runs_layers(backend, model.config, dtype, self.layout.dtype)
         program = Program(backend, sharding, device.platform, stacked if scan is None else scan, num_top, apart=apart)
         self.max_tokens = min(self.layout.usable_pages * tokens_per_page, model.config.max_positions)
         if max_request_tokens is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -214,12 +215,15 @@ def _finish(
     program: Program, model: Decoder, hidden: Array, begun: _Begun, previous: Array
 ) -> tuple[Int32[Array, " m"], Scored]:
     # What is done with the logits must not reach into how the model before them is compiled (requirement R6).
-    logits = model.logits(jnp.take(hidden, begun.sample_indices, axis=0, mode="clip"))
+    backend = program.backend if program.sharding is None else None
+    logits = model.logits(jnp.take(hidden, begun.sample_indices, axis=0, mode="clip"), backend)
     logits, hidden = jax.lax.optimization_barrier((logits, hidden))
     positions = jnp.take(begun.positions, begun.sample_indices, mode="clip") + 1
     chosen = _choose(program, logits, positions, begun.words)
     sampled = scored(logits, chosen, num_top=program.num_top)
-    prompt = _score_prompt(model, hidden, begun.targets, program.num_top) if program.scores_prompt else None
+    prompt = None
+    if program.scores_prompt:
+        prompt = _score_prompt(lambda x: model.logits(x, backend), hidden, begun.targets, program.num_top)
     kept = sampled.tokens[: previous.shape[0]]
     previous = jnp.zeros_like(previous).at[: kept.shape[0]].set(kept)
     out = Scored(sampled, prompt)
@@ -237,12 +241,12 @@ def _choose(program: Program, logits: Array, positions: Array, words: Array) -> 
     return random_tokens(logits, positions, RowParams.unpack(words), filtered=program.level == FILTERED)
 
 
-def _score_prompt(model: Decoder, hidden: Array, targets: Array, num_top: int) -> Sampled:
+def _score_prompt(logits: Callable[[Array], Array], hidden: Array, targets: Array, num_top: int) -> Sampled:
     """Scores of the token after each, a block of tokens at a time: logits of a whole step are larger than the model."""
     blocks = -(-targets.shape[0] // _SCORED_TOGETHER)
     padding = blocks * _SCORED_TOGETHER - targets.shape[0]
     rows = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(blocks, -1, hidden.shape[1])
     wanted = jnp.pad(targets, (0, padding)).reshape(blocks, -1)
-    out = jax.lax.map(lambda x: scored(model.logits(x[0]), x[1], num_top=num_top), (rows, wanted))
+    out = jax.lax.map(lambda x: scored(logits(x[0]), x[1], num_top=num_top), (rows, wanted))
     together = blocks * _SCORED_TOGETHER  # not −1: without likeliest tokens there is nothing to divide by
     return jax.tree.map(lambda x: x.reshape(together, *x.shape[2:])[: targets.shape[0]], out)

@@ -109,7 +109,7 @@ class Decoder(eqx.Module):
         `InvalidInputError` while tracing if plans or pools do not fit the config.
         """
         x, pool = self.hidden(tokens, positions, pool, plans, backend=backend, sharding=sharding, scan=scan)
-        return self.logits(jnp.take(x, sample_indices, axis=0, mode="clip")), pool
+        return self.logits(jnp.take(x, sample_indices, axis=0, mode="clip"), None if sharding else backend), pool
 
     def hidden(
         self,
@@ -141,16 +141,10 @@ class Decoder(eqx.Module):
         sharding: KvSharding | None,
     ) -> LayerKernels | None:
         """The backend's kernels for whole layers, where it offers them for this step; on one device."""
-        offered, c = getattr(backend, "layer_kernels", None), self.config
+        offered = getattr(backend, "layer_kernels", None)
         if offered is None or sharding is not None:
             return None
-        sizes = LayerSizes(
-            hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
-            num_query_heads=c.num_query_heads,
-            num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-        )
+        sizes = layer_sizes(self.config)
         found = [offered(plan, sizes, x.dtype.name) for plan in plans]
         return None if None in found else found[0]
 
@@ -241,11 +235,34 @@ class Decoder(eqx.Module):
     def _embed(self, tokens: Int32[Array, " t"]) -> Float[Array, "t m"]:
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")
 
-    def logits(self, x: Float[Array, "n m"]) -> Float[Array, "n v"]:
-        """float32 logits of the tokens that follow, from what `hidden` gives of these."""
-        x = rms_norm(x, self.norm, self.config.rms_eps)
+    def logits(self, x: Float[Array, "n m"], backend: AttentionBackend | None = None) -> Float[Array, "n v"]:
+        """float32 logits of the tokens that follow, from what `hidden` gives of these.
+
+        - `backend`: on one device, whose kernel for them is used where it has one.
+        """
         head = self.embedding if self.head is None else self.head
-        return linear(x, head, out=jnp.float32)
+        offered = getattr(backend, "logits", None)
+        found = None if offered is None else offered(x, self.norm, head, self.config.rms_eps)
+        if found is not None:
+            return found
+        return linear(rms_norm(x, self.norm, self.config.rms_eps), head, out=jnp.float32)
+
+
+def layer_sizes(config: DecoderConfig) -> LayerSizes:
+    """What a backend is told of a model's layers."""
+    return LayerSizes(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_query_heads=config.num_query_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+
+
+def runs_layers(backend: AttentionBackend, config: DecoderConfig, dtype: str, kv_dtype: str) -> bool:
+    """Whether a backend's kernels run the layers of every step of a model, on one device."""
+    offered = getattr(backend, "runs_layers", None)
+    return offered is not None and offered(layer_sizes(config), dtype, kv_dtype)
 
 
 def _on_pages(plans: tuple[StepPlan, ...], backend: AttentionBackend, sharding: KvSharding | None) -> Attend:
