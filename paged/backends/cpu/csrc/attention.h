@@ -21,6 +21,8 @@ constexpr int64_t kBlock = 64;
 constexpr int64_t kVectors = kBlock / kLanes;
 constexpr int64_t kQueries = kWideRegisters ? 6 : 1;  // together in registers
 constexpr int64_t kMostGroup = 128, kMostDim = 512;
+constexpr int64_t kMostTokens = 48;  // of an item; times a group of query heads at most that, or one group
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 struct Pool {
   const char* keys;
@@ -52,7 +54,7 @@ struct Item {
   int64_t row, first, tokens;
 };
 
-inline int64_t TokensOfItem(int64_t group) { return std::max<int64_t>(1, 48 / group); }
+inline int64_t TokensOfItem(int64_t group) { return std::max<int64_t>(1, kMostTokens / group); }
 
 inline std::vector<Item> ItemsOf(const StepRows& rows, int64_t group) {
   std::vector<Item> items;
@@ -67,22 +69,37 @@ inline std::vector<Item> ItemsOf(const StepRows& rows, int64_t group) {
 
 inline int64_t Padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
-// What one thread works in, kept from call to call.
-struct Scratch {
-  float *query, *state, *weights, *keys, *values, *zeros;
+// KV heads whose blocks one task goes through together. A pool lies token by token: what is read of one head brings its
+// neighbours along. Tiles of many queries read less often than they compute, and stay in cache one by one.
+inline int64_t HeadsTogether(const Pool& pool, const std::vector<Item>& items, int64_t threads) {
+  constexpr int64_t kCache = 512 * 1024;
+  for (const Item& item : items) {
+    if (item.tokens > 1) return 1;
+  }
+  if (static_cast<int64_t>(items.size()) < 2 * threads) return 1;
+  const int64_t bytes = kBlock * (pool.key_dim + pool.value_dim) * BytesOf(pool.kind);
+  return std::clamp<int64_t>(kCache / bytes, 1, pool.kv_heads);
+}
 
-  Scratch(int64_t queries, int64_t key_dim, int64_t value_dim) {
+// What one thread works in, kept from call to call. By head and query: queries, states, largest logits, sums of weights;
+// for one head at a time: weights, a block's keys transposed and its values where they must be converted.
+struct Scratch {
+  float *query, *state, *top, *total, *weights, *keys, *values, *zeros;
+
+  Scratch(int64_t heads, int64_t queries, int64_t key_dim, int64_t value_dim) {
     static thread_local std::vector<float> kept;
-    const int64_t k = Padded(key_dim), v = Padded(value_dim);
-    const size_t size = queries * (k + v + kBlock) + kBlock * (k + v) + k + kLanes;
-    if (kept.size() < size) kept.resize(size);
-    query = kept.data();
-    query += (kLanes - reinterpret_cast<uintptr_t>(query) / sizeof(float) % kLanes) % kLanes;
-    state = query + queries * k;
-    weights = state + queries * v;
-    keys = weights + queries * kBlock;
-    values = keys + kBlock * k;
-    zeros = values + kBlock * v;
+    const int64_t k = Padded(key_dim), v = Padded(value_dim), own = Padded(heads * queries);
+    const int64_t sizes[] = {heads * queries * k, heads * queries * v, own, own, queries * kBlock, kBlock * k, kBlock * v, k};
+    float** const parts[] = {&query, &state, &top, &total, &weights, &keys, &values, &zeros};
+    int64_t whole = kLanes;
+    for (const int64_t size : sizes) whole += size;
+    if (static_cast<int64_t>(kept.size()) < whole) kept.resize(whole);
+    float* at = kept.data();
+    at += (kLanes - reinterpret_cast<uintptr_t>(at) / sizeof(float) % kLanes) % kLanes;
+    for (int i = 0; i < 8; ++i) {
+      *parts[i] = at;
+      at += sizes[i];
+    }
     std::fill_n(zeros, k, 0.0f);
   }
 };
@@ -186,155 +203,191 @@ inline Seen SeenBy(const StepRows& rows, const Options& options, const Item& ite
           options.causal ? std::min(length, position + 1) : length};
 }
 
-// One item and KV head. `query(token, to)` writes the padded queries (group, dim) of a token of the item; `store(token,
-// outputs, stride, lses)` gets its outputs (group, stride) and LSEs.
+// Where one head's keys or values of a block are, row by row of floats: in the pool, or converted into `own`.
+inline void FindRows(const char* stored, Kind kind, int64_t dim, int64_t width, const int64_t* slots, int64_t kv_heads,
+                     int64_t kv_head, int64_t from, int64_t to, float* own, const float** found) {
+  const int64_t bytes = dim * BytesOf(kind);
+  const bool direct = kind == Kind::kF32 && width == dim;
+  for (int64_t j = from; j < to; ++j) {
+    const char* row = stored + (slots[j] * kv_heads + kv_head) * bytes;
+    if (direct) {
+      found[j] = reinterpret_cast<const float*>(row);
+      continue;
+    }
+    float* converted = own + (j - from) * width;
+    std::fill(converted + dim, converted + width, 0.0f);
+    Read(kind, row, dim, converted);
+    found[j] = converted;
+  }
+}
+
+// A block's keys of one head, transposed: (dim, positions). Positions outside from .. to − 1 hold zeros.
+inline void GatherKeys(const Pool& pool, const int64_t* slots, int64_t kv_head, int64_t from, int64_t to,
+                       const Scratch& scratch) {
+  const int64_t dim = Padded(pool.key_dim);
+  const float* row[kBlock];
+  float converted[kLanes * kMostDim];
+  std::fill_n(row, kBlock, scratch.zeros);
+  for (int64_t first = 0; first < kBlock; first += kLanes) {
+    const int64_t low = std::max(first, from), high = std::min(first + kLanes, to);
+    FindRows(pool.keys, pool.kind, pool.key_dim, dim, slots, pool.kv_heads, kv_head, low, high, converted, row);
+    for (int64_t i = 0; i < dim; i += kLanes) {
+      Floats square[kLanes];
+      for (int j = 0; j < kLanes; ++j) square[j] = Load(row[first + j] + i);
+      Transpose(square);
+      for (int j = 0; j < kLanes; ++j) Store(scratch.keys + (i + j) * kBlock + first, square[j]);
+    }
+  }
+}
+
+// One query's logits of a block become weights; its running top, total and state follow. Positions low .. high − 1.
+inline void Weigh(const Options& options, int64_t low, int64_t high, float* weights, int64_t width, float* top,
+                  float* total, float* state) {
+  Floats logit[kVectors], largest = Splat(kNothing);
+  for (int c = 0; c < kVectors; ++c) {
+    const Ints at = Iota() + SplatInt(c * kLanes);
+    logit[c] = Load(weights + c * kLanes) * Splat(options.scale);
+    if (options.cap != 0) logit[c] = Tanh(logit[c] / Splat(options.cap)) * Splat(options.cap);
+    const Ints in = (at >= SplatInt(static_cast<int32_t>(low))) & (at < SplatInt(static_cast<int32_t>(high)));
+    logit[c] = Select(in, logit[c], Splat(kNothing));
+    // A NaN would be lost in a comparison, and with it the row's answer, which is NaN.
+    largest = Select((logit[c] > largest) | (logit[c] != logit[c]), logit[c], largest);
+  }
+  float most = *top;
+  for (int i = 0; i < kLanes; ++i) most = largest[i] > most || largest[i] != largest[i] ? largest[i] : most;
+  if (most == kNothing) {
+    for (int c = 0; c < kVectors; ++c) Store(weights + c * kLanes, Floats{});
+    return;
+  }
+  Floats sum = {};
+  for (int c = 0; c < kVectors; ++c) {
+    const Floats weight = Exp(logit[c] - Splat(most));
+    Store(weights + c * kLanes, weight);
+    sum += weight;
+  }
+  if (most != *top) {
+    const float decay = Exp(Splat(*top - most))[0];
+    *total *= decay;
+    for (int64_t i = 0; i < width; i += kLanes) Store(state + i, Load(state + i) * Splat(decay));
+    *top = most;
+  }
+  *total += Sum(sum);
+}
+
+// The softmax's end: one query's state becomes its output. Returns its LSE.
+inline float Finish(const Options& options, int64_t head, float top, float total, int64_t width, float* state) {
+  if (top == kNothing) {
+    std::fill_n(state, width, 0.0f);
+    return kNothing;
+  }
+  float decay = 1;
+  if (options.sinks) {
+    const float sink = options.sinks[head];
+    if (sink > top) {
+      decay = Exp(Splat(top - sink))[0];
+      top = sink;
+    }
+    total = total * decay + Exp(Splat(sink - top))[0];
+  }
+  for (int64_t i = 0; i < width; i += kLanes) {
+    Floats out = Load(state + i) * Splat(decay) / Splat(total);
+    if (options.value_scale != 1) out *= Splat(options.value_scale);
+    Store(state + i, Select(out == Floats{}, Floats{}, out));
+  }
+  return static_cast<float>(top + std::log(static_cast<double>(total)));
+}
+
+// One item, KV heads kv_head .. kv_head + heads − 1. `query(token, head, to)` writes a token's queries of one KV head,
+// (group, padded dim); `store(token, head, outputs, stride, lses)` gets their outputs (group, stride) and LSEs.
 template <typename Query, typename StoreOutput>
 inline void Attend(const Pool& pool, const StepRows& rows, const Options& options, const Item& item, int64_t kv_head,
-                   int64_t group, Scratch& scratch, const Query& query, const StoreOutput& store) {
-  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+                   int64_t heads, int64_t group, const Query& query, const StoreOutput& store) {
   const int64_t queries = item.tokens * group, dim = Padded(pool.key_dim), width = Padded(pool.value_dim);
-  float top[kMostGroup], total[kMostGroup];
-  for (int64_t t = 0; t < item.tokens; ++t) query(t, scratch.query + t * group * dim);
-  std::fill_n(scratch.state, queries * width, 0.0f);
-  std::fill_n(top, queries, kNothing);
-  std::fill_n(total, queries, 0.0f);
+  const Scratch scratch(heads, queries, pool.key_dim, pool.value_dim);
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t t = 0; t < item.tokens; ++t) query(t, kv_head + h, scratch.query + (h * queries + t * group) * dim);
+  }
+  std::fill_n(scratch.state, heads * queries * width, 0.0f);
+  std::fill_n(scratch.top, heads * queries, kNothing);
+  std::fill_n(scratch.total, heads * queries, 0.0f);
   int64_t begin = std::numeric_limits<int64_t>::max(), end = 0;
   for (int64_t t = 0; t < item.tokens; ++t) {
     const Seen seen = SeenBy(rows, options, item, t);
     begin = std::min(begin, seen.low);
     end = std::max(end, seen.high);
   }
-  const int64_t bytes = BytesOf(pool.kind), key_bytes = pool.key_dim * bytes, value_bytes = pool.value_dim * bytes;
-  const bool keys_direct = pool.kind == Kind::kF32 && dim == pool.key_dim;
-  const bool values_direct = pool.kind == Kind::kF32 && width == pool.value_dim;
   const int32_t* pages = rows.page_ids + rows.page_offsets[item.row];
   for (int64_t block = begin / kBlock * kBlock; block < end; block += kBlock) {
     const int64_t from = std::max(begin - block, int64_t{0}), to = std::min(end - block, kBlock);
-    const float *key_row[kBlock], *value_row[kBlock];
-    float converted[kLanes][kMostDim];
     int64_t slots[kBlock];
     for (int64_t j = from, page = (block + from) / pool.page_size, slot = (block + from) % pool.page_size; j < to; ++j) {
-      slots[j] = ((pages[page] + rows.page_base) * pool.page_size + slot) * pool.kv_heads + kv_head;
+      slots[j] = (pages[page] + rows.page_base) * pool.page_size + slot;
       if (++slot == pool.page_size) slot = 0, ++page;
     }
-    for (int64_t j = from; j < to; ++j) {
-      const char* value = pool.values + slots[j] * value_bytes;
-      if (values_direct) {
-        value_row[j] = reinterpret_cast<const float*>(value);
-      } else {
-        float* row = scratch.values + j * width;
-        std::fill(row + pool.value_dim, row + width, 0.0f);
-        Read(pool.kind, value, pool.value_dim, row);
-        value_row[j] = row;
-      }
-    }
-    for (int64_t first = 0; first < kBlock; first += kLanes) {
-      for (int64_t j = first; j < first + kLanes; ++j) {
-        if (j < from || j >= to) {
-          key_row[j] = scratch.zeros;
-        } else if (keys_direct) {
-          key_row[j] = reinterpret_cast<const float*>(pool.keys + slots[j] * key_bytes);
-        } else {
-          float* row = converted[j - first];
-          std::fill(row + pool.key_dim, row + dim, 0.0f);
-          Read(pool.kind, pool.keys + slots[j] * key_bytes, pool.key_dim, row);
-          key_row[j] = row;
-        }
-      }
-      for (int64_t i = 0; i < dim; i += kLanes) {
-        Floats square[kLanes];
-        for (int j = 0; j < kLanes; ++j) square[j] = Load(key_row[first + j] + i);
-        Transpose(square);
-        for (int j = 0; j < kLanes; ++j) Store(scratch.keys + (i + j) * kBlock + first, square[j]);
-      }
-    }
-    InGroups(queries, [&](int64_t q, auto r) {
-      Logits<decltype(r)::value>(scratch.query + q * dim, scratch.keys, dim, scratch.weights + q * kBlock);
-    });
+    Seen seen[kMostTokens];
     bool whole = true;
     for (int64_t t = 0; t < item.tokens; ++t) {
-      const Seen seen = SeenBy(rows, options, item, t);
-      const int64_t low = std::max(seen.low - block, int64_t{0}), high = std::min(seen.high - block, kBlock);
-      whole = whole && low == from && high == to;
-      if (low >= high) continue;
-      for (int64_t q = t * group; q < (t + 1) * group; ++q) {
-        float* weights = scratch.weights + q * kBlock;
-        Floats logit[kVectors], largest = Splat(kNothing);
-        for (int c = 0; c < kVectors; ++c) {
-          const Ints at = Iota() + SplatInt(c * kLanes);
-          logit[c] = Load(weights + c * kLanes) * Splat(options.scale);
-          if (options.cap != 0) logit[c] = Tanh(logit[c] / Splat(options.cap)) * Splat(options.cap);
-          const Ints in = (at >= SplatInt(static_cast<int32_t>(low))) & (at < SplatInt(static_cast<int32_t>(high)));
-          logit[c] = Select(in, logit[c], Splat(kNothing));
-          // A NaN would be lost in a comparison, and with it the row's answer, which is NaN.
-          largest = Select((logit[c] > largest) | (logit[c] != logit[c]), logit[c], largest);
-        }
-        float most = top[q];
-        for (int i = 0; i < kLanes; ++i) most = largest[i] > most || largest[i] != largest[i] ? largest[i] : most;
-        if (most == kNothing) {
-          for (int c = 0; c < kVectors; ++c) Store(weights + c * kLanes, Floats{});
-          continue;
-        }
-        Floats sum = {};
-        for (int c = 0; c < kVectors; ++c) {
-          const Floats weight = Exp(logit[c] - Splat(most));
-          Store(weights + c * kLanes, weight);
-          sum += weight;
-        }
-        if (most != top[q]) {
-          const float decay = Exp(Splat(top[q] - most))[0];
-          total[q] *= decay;
-          float* state = scratch.state + q * width;
-          for (int64_t i = 0; i < width; i += kLanes) Store(state + i, Load(state + i) * Splat(decay));
-          top[q] = most;
-        }
-        total[q] += Sum(sum);
+      seen[t] = SeenBy(rows, options, item, t);
+      seen[t] = {std::max(seen[t].low - block, int64_t{0}), std::min(seen[t].high - block, kBlock)};
+      whole = whole && seen[t].low == from && seen[t].high == to;
+    }
+    for (int64_t h = 0; h < heads; ++h) {
+      const float* values[kBlock];
+      float* const state = scratch.state + h * queries * width;
+      FindRows(pool.values, pool.kind, pool.value_dim, width, slots, pool.kv_heads, kv_head + h, from, to,
+               scratch.values, values);
+      GatherKeys(pool, slots, kv_head + h, from, to, scratch);
+      InGroups(queries, [&](int64_t q, auto r) {
+        Logits<decltype(r)::value>(scratch.query + (h * queries + q) * dim, scratch.keys, dim,
+                                   scratch.weights + q * kBlock);
+      });
+      for (int64_t q = 0; q < queries; ++q) {
+        const auto [low, high] = seen[q / group];
+        if (low >= high) continue;
+        const int64_t at = h * queries + q;
+        Weigh(options, low, high, scratch.weights + q * kBlock, width, scratch.top + at, scratch.total + at,
+              state + q * width);
       }
-    }
-    if (whole) {
-      WeightedValues(scratch.weights, queries, value_row, from, to, scratch.state, width);
-      continue;
-    }
-    for (int64_t t = 0; t < item.tokens; ++t) {
-      const Seen seen = SeenBy(rows, options, item, t);
-      const int64_t low = std::max(seen.low - block, int64_t{0}), high = std::min(seen.high - block, kBlock);
-      if (low >= high) continue;
-      const int64_t q = t * group;
-      WeightedValues(scratch.weights + q * kBlock, group, value_row, low, high, scratch.state + q * width, width);
+      if (whole) {
+        WeightedValues(scratch.weights, queries, values, from, to, state, width);
+        continue;
+      }
+      for (int64_t q = 0; q < queries; q += group) {
+        const auto [low, high] = seen[q / group];
+        if (low < high) WeightedValues(scratch.weights + q * kBlock, group, values, low, high, state + q * width, width);
+      }
     }
   }
   float lses[kMostGroup];
-  for (int64_t t = 0; t < item.tokens; ++t) {
-    for (int64_t g = 0; g < group; ++g) {
-      const int64_t q = t * group + g;
-      float* state = scratch.state + q * width;
-      float above = top[q], sum = total[q];
-      if (above == kNothing) {
-        std::fill_n(state, width, 0.0f);
-        lses[g] = kNothing;
-        continue;
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t t = 0; t < item.tokens; ++t) {
+      float* const outputs = scratch.state + (h * queries + t * group) * width;
+      for (int64_t g = 0; g < group; ++g) {
+        const int64_t at = h * queries + t * group + g;
+        lses[g] = Finish(options, (kv_head + h) * group + g, scratch.top[at], scratch.total[at], width,
+                         outputs + g * width);
       }
-      float decay = 1;
-      if (options.sinks) {
-        const float sink = options.sinks[kv_head * group + g];
-        if (sink > above) {
-          decay = Exp(Splat(above - sink))[0];
-          above = sink;
-        }
-        sum = sum * decay + Exp(Splat(sink - above))[0];
-      }
-      lses[g] = static_cast<float>(above + std::log(static_cast<double>(sum)));
-      const float factor = options.value_scale;
-      for (int64_t i = 0; i < width; i += kLanes) {
-        Floats out = Load(state + i);
-        if (options.sinks) out *= Splat(decay);
-        out = out / Splat(sum);
-        if (factor != 1) out *= Splat(factor);
-        Store(state + i, Select(out == Floats{}, Floats{}, out));
-      }
+      store(t, kv_head + h, outputs, width, lses);
     }
-    store(t, scratch.state + t * group * width, width, lses);
   }
+}
+
+// All items and KV heads, on a team's threads.
+template <typename Query, typename StoreOutput>
+inline void AttendAll(Team& team, const Pool& pool, const StepRows& rows, const Options& options,
+                      const std::vector<Item>& items, int64_t group, const Query& query, const StoreOutput& store) {
+  const int64_t together = HeadsTogether(pool, items, team.threads());
+  const int64_t parts = (pool.kv_heads + together - 1) / together;
+  team.Run(static_cast<int64_t>(items.size()) * parts, [&](int64_t task) {
+    const Item& item = items[task / parts];
+    const int64_t head = task % parts * together;
+    Attend(
+        pool, rows, options, item, head, std::min(together, pool.kv_heads - head), group,
+        [&](int64_t token, int64_t kv_head, float* to) { query(item.first + token, kv_head, to); },
+        [&](int64_t token, int64_t kv_head, const float* outputs, int64_t stride, const float* lses) {
+          store(item.first + token, kv_head, outputs, stride, lses);
+        });
+  });
 }
 
 }  // namespace paged

@@ -189,28 +189,23 @@ Error Attend(ffi::ThreadPool threads, AnyBuffer query, AnyBuffer keys, AnyBuffer
   int64_t positions = 0;
   for (const auto& item : items) positions += item.tokens * rows.kv_lens[item.row];
   paged::Team team(threads, Helpers(threads, positions * heads * (pool.key_dim + width)));
-  team.Run(static_cast<int64_t>(items.size()) * pool.kv_heads, [&](int64_t task) {
-    const paged::Item& item = items[task / pool.kv_heads];
-    const int64_t kv_head = task % pool.kv_heads, dim = paged::Padded(pool.key_dim);
-    paged::Scratch scratch(item.tokens * group, pool.key_dim, width);
-    paged::Attend(
-        pool, rows, options, item, kv_head, group, scratch,
-        [&](int64_t token, float* to) {
-          const int64_t first = (item.first + token) * heads + kv_head * group;
-          for (int64_t g = 0; g < group; ++g, to += dim) {
-            const char* from = Data<char>(query) + (first + g) * pool.key_dim * bytes;
-            paged::Read(element, from, pool.key_dim, to);
-            std::fill(to + pool.key_dim, to + dim, 0.0f);
-          }
-        },
-        [&](int64_t token, const float* found, int64_t stride, const float* found_lses) {
-          const int64_t first = (item.first + token) * heads + kv_head * group;
-          for (int64_t g = 0; g < group; ++g) {
-            paged::Write(element, found + g * stride, width, outputs + (first + g) * width * bytes);
-            lses[first + g] = found_lses[g];
-          }
-        });
-  });
+  const int64_t dim = paged::Padded(pool.key_dim);
+  paged::AttendAll(
+      team, pool, rows, options, items, group,
+      [&](int64_t token, int64_t kv_head, float* to) {
+        const int64_t first = token * heads + kv_head * group;
+        for (int64_t g = 0; g < group; ++g, to += dim) {
+          paged::Read(element, Data<char>(query) + (first + g) * pool.key_dim * bytes, pool.key_dim, to);
+          std::fill(to + pool.key_dim, to + dim, 0.0f);
+        }
+      },
+      [&](int64_t token, int64_t kv_head, const float* found, int64_t stride, const float* found_lses) {
+        const int64_t first = token * heads + kv_head * group;
+        for (int64_t g = 0; g < group; ++g) {
+          paged::Write(element, found + g * stride, width, outputs + (first + g) * width * bytes);
+          lses[first + g] = found_lses[g];
+        }
+      });
   return Error::Success();
 }
 

@@ -194,19 +194,15 @@ inline void Layer(Team& team, const LayerCall& call, const LayerWeights& weights
   team.Run(panels.count() * s.kv_heads, [&](int64_t task) {
     RotateAppend(call, work, panels, task / s.kv_heads, task % s.kv_heads);
   });
-  team.Run(static_cast<int64_t>(items.size()) * s.kv_heads, [&](int64_t task) {
-    const Item& item = items[task / s.kv_heads];
-    const int64_t kv_head = task % s.kv_heads, head = kv_head * s.group * s.dim;
-    Scratch scratch(item.tokens * s.group, s.dim, s.dim);
-    Attend(
-        call.pool, call.rows, call.options, item, kv_head, s.group, scratch,
-        [&](int64_t token, float* to) {
-          std::copy_n(work.query + (item.first + token) * s.attended() + head, s.group * s.dim, to);
-        },
-        [&](int64_t token, const float* outputs, int64_t, const float*) {
-          std::copy_n(outputs, s.group * s.dim, work.attended + (item.first + token) * s.attended() + head);
-        });
-  });
+  const int64_t width = s.group * s.dim;
+  AttendAll(
+      team, call.pool, call.rows, call.options, items, s.group,
+      [&](int64_t token, int64_t kv_head, float* to) {
+        std::copy_n(work.query + token * s.attended() + kv_head * width, width, to);
+      },
+      [&](int64_t token, int64_t kv_head, const float* outputs, int64_t, const float*) {
+        std::copy_n(outputs, width, work.attended + token * s.attended() + kv_head * width);
+      });
   team.Run(panels.count(), [&](int64_t panel) {
     Pack(work.attended, s.attended(), panels, panel, work.y + panels.start(panel, s.attended()));
   });

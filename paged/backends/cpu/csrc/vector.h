@@ -75,27 +75,58 @@ inline float Largest(Floats x) {
   return top;
 }
 
-template <int S>
-inline void SwapBit(Floats* row) {
-  constexpr auto low = [](int j) { return j & S ? kLanes + j - S : j; };
-  constexpr auto high = [](int j) { return j & S ? kLanes + j : j + S; };
-  for (int i = 0; i < kLanes; ++i) {
-    if (i & S) continue;
-    const Floats a = row[i], b = row[i + S];
-    row[i] = __builtin_shufflevector(a, b, low(0), low(1), low(2), low(3), low(4), low(5), low(6), low(7), low(8),
-                                     low(9), low(10), low(11), low(12), low(13), low(14), low(15));
-    row[i + S] =
-        __builtin_shufflevector(a, b, high(0), high(1), high(2), high(3), high(4), high(5), high(6), high(7), high(8),
-                                high(9), high(10), high(11), high(12), high(13), high(14), high(15));
-  }
+// Pairs of rows woven together within quarters of four, in units of U floats: U = 1 weaves floats, 2 pairs of them.
+template <int U>
+inline void Weave(Floats& a, Floats& b) {
+  constexpr auto from = [](int i, int second) {  // quarter q holds a's and b's units by turns, of its first or second half
+    const int quarter = i / 4, unit = i % 4 / U, within = i % U;
+    return quarter * 4 + (second * 2 / U + unit / 2) * U + within + (unit % 2 ? kLanes : 0);
+  };
+#define PAGED_ALL(f, s)                                                                                           \
+  f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s), f(8, s), f(9, s), f(10, s), f(11, s), \
+      f(12, s), f(13, s), f(14, s), f(15, s)
+  const Floats low = __builtin_shufflevector(a, b, PAGED_ALL(from, 0));
+  const Floats high = __builtin_shufflevector(a, b, PAGED_ALL(from, 1));
+  a = low;
+  b = high;
+}
+
+// Quarters of two rows: the even ones of both, and the odd ones.
+inline void Deal(Floats& a, Floats& b) {
+  constexpr auto from = [](int i, int odd) {
+    const int quarter = i / 4;
+    return (quarter % 2 * 2 + odd) * 4 + i % 4 + (quarter / 2 ? kLanes : 0);
+  };
+  const Floats even = __builtin_shufflevector(a, b, PAGED_ALL(from, 0));
+  const Floats odd = __builtin_shufflevector(a, b, PAGED_ALL(from, 1));
+  a = even;
+  b = odd;
+#undef PAGED_ALL
 }
 
 // row[i][j] becomes row[j][i].
 inline void Transpose(Floats* row) {
-  SwapBit<8>(row);
-  SwapBit<4>(row);
-  SwapBit<2>(row);
-  SwapBit<1>(row);
+  for (int i = 0; i < kLanes; i += 4) {  // quarters of four rows
+    Weave<1>(row[i], row[i + 1]);
+    Weave<1>(row[i + 2], row[i + 3]);
+    Weave<2>(row[i], row[i + 2]);
+    Weave<2>(row[i + 1], row[i + 3]);
+  }
+  // Row 4g + c, c of 0, 1, 2, 3, now holds columns 4q + (0, 2, 1, 3)[c] of rows 4g .. 4g + 3 in quarter q.
+  Floats out[kLanes];
+  for (int c = 0; c < 4; ++c) {
+    Floats x = row[c], y = row[4 + c], z = row[8 + c], w = row[12 + c];
+    Deal(x, y);
+    Deal(z, w);
+    Deal(x, z);
+    Deal(y, w);
+    const int column = c == 1 ? 2 : c == 2 ? 1 : c;
+    out[column] = x;
+    out[8 + column] = z;
+    out[4 + column] = y;
+    out[12 + column] = w;
+  }
+  for (int i = 0; i < kLanes; ++i) row[i] = out[i];
 }
 
 }  // namespace paged
