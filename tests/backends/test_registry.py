@@ -46,7 +46,7 @@ def unhashable():
 
 def test_the_built_ins_are_known_without_distribution_metadata(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [])
-    assert set(registry.list_backends()) == {"reference", "xla", "flashinfer", "aiter"}
+    assert set(registry.list_backends()) == {"reference", "xla", "cpu", "flashinfer", "aiter"}
     assert registry.get_backend("xla").name == "xla"
 
 

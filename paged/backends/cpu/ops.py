@@ -34,7 +34,9 @@ def append(
     pool: KvArrays, key: Shaped[Array, "t k d"], value: Shaped[Array, "t k e"], slots: Int32[Array, " t"]
 ) -> KvArrays:
     """Bits moved to absolute slots, in place; negative slots are skipped."""
-    call = jax.ffi.ffi_call(ffi_target("paged_cpu_append"), _like(pool.keys, pool.values), input_output_aliases=_same(2))
+    call = jax.ffi.ffi_call(
+        ffi_target("paged_cpu_append"), _like(pool.keys, pool.values), input_output_aliases=_same(2)
+    )
     keys, values = call(pool.keys, pool.values, key, value, slots)
     return KvArrays(keys, values, words_of=pool.words_of)
 
