@@ -156,9 +156,17 @@ def identity(body: Mapping[str, Any]) -> str:
     where = f"{environment.get('device')} ({environment.get('driver')}, {environment.get('devices')} devices)"
     parts = [f"{backend.get('entry_point')}, {backend.get('distribution')}", f"on {where}"]
     parts += [] if executor is None else [f"executed by {executor}"]
+    build = backend.get("build")
+    if isinstance(build, Mapping) and "library" in build:
+        parts += [f"library {short(build['library'])} by {build.get('compiler', 'an unnamed compiler')}"]
     parts += [f"jax {environment.get('jax')}, python {environment.get('python')}"]
     parts += [f"suite {body['suite'].get('version')}, level {body['level']}"]
     return "; ".join(parts)
+
+
+def short(digest: Any) -> str:
+    """A digest as a line can hold it."""
+    return str(digest)[:19]
 
 
 def scope_of(body: Mapping[str, Any]) -> str:

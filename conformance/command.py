@@ -98,6 +98,7 @@ def _run(args: argparse.Namespace) -> int:
     status = certificates.exit_status(data["body"])
     if baseline is not None:
         found = certificates.diff(baseline["body"], data["body"])
+        _print_builds(baseline["body"], data["body"])
         _print_difference(found)
         status = max(status, 1 if found.regressions else 0)
     return status
@@ -344,8 +345,15 @@ def _diff(args: argparse.Namespace) -> int:
     found = certificates.diff(old["body"], new["body"])
     for path, data, sign in zip(args.diff, (old, new), "-+"):
         print(f"{sign} {path}: {certificates.identity(data['body'])}")
+    _print_builds(old["body"], new["body"])
     _print_difference(found)
     return 1 if found else 0
+
+
+def _print_builds(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """That another library ran, if one did. It is no difference by itself: bits may be the same."""
+    for line in derived.builds(old, new):
+        print(f"another build: {line}")
 
 
 def _print_difference(found: certificates.Difference) -> None:

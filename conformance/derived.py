@@ -21,6 +21,10 @@ from paged.common.capabilities import NUMERIC_MODELS
 
 ON_CPU = ("cpu-handlers", "triton-interpreter", "lowering-only")
 """Executors that run on no vendor's device."""
+COMPILED = ("paged.backends.cpu:make_backend",)
+"""Factories of this project whose backends compile what they run, and say so in `backend.build`."""
+BUILD = ("library", "sources", "headers", "compiler", "flags", "machine")
+"""What their `build` names: what bits depend on besides the options of jax."""
 _PLATFORMS = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
 """jax platform -> how its driver begins, and names under which a backend may declare it besides its own."""
 
@@ -44,7 +48,7 @@ def contradictions(
     the recorded kill matrix is the one that the body can have known.
     """
     found = [*_numerics(body), *_environment(body), *_versions(body), *_mutants(body, suite)]
-    found += [*_waivers(body), *_devices(body)]
+    found += [*_waivers(body), *_devices(body), *_build(body)]
     for entry in body["cases"]:
         case = cases.get(entry["id"])
         if case is not None:
@@ -155,6 +159,26 @@ def _devices(body: Mapping[str, Any]) -> Iterator[str]:
         yield f"case {lost!r} does not say on which device it ran, where others do"
 
 
+def _build(body: Mapping[str, Any]) -> Iterator[str]:
+    """What is said of the compiled library, against the machine that is named; a backend that compiles must say it."""
+    backend, environment = body["backend"], body["environment"]
+    build = backend.get("build")
+    if not isinstance(build, Mapping):
+        if backend.get("factory") in COMPILED:
+            yield f"backend.build is {build!r}, but {backend.get('factory')!r} runs a library that it compiles"
+        return
+    if backend.get("factory") in COMPILED and (lost := [name for name in BUILD if not build.get(name)]):
+        yield f"backend.build has no {', '.join(lost)}, so it does not say which library ran"
+    library = build.get("library")
+    if library is not None and not re.fullmatch(r"sha256:[0-9a-f]{64}", str(library)):
+        yield f"backend.build.library is {library!r}, which is no SHA-256"
+    machine = build.get("machine")
+    if isinstance(machine, list) and "machine" in environment:
+        named = [environment.get("system"), environment.get("machine")]
+        if machine[:2] != named:
+            yield _differs("backend.build.machine", machine[:2], named, "environment.system and environment.machine")
+
+
 def _entry(
     body: Mapping[str, Any], entry: Mapping[str, Any], case: Case, claimed: Capabilities | None
 ) -> Iterator[str]:
@@ -212,7 +236,33 @@ def here_and_there(body: Mapping[str, Any], introduction: Mapping[str, Any], sui
     then, now = ({name: said.get(name) for name in ("sources", "version")} for said in (body["suite"], suite))
     pairs.append(("suite", then, now))
     for section, recorded, now in pairs:
+        recorded, now = _builds_apart(recorded), _builds_apart(now)
         for field in sorted(set(recorded) | set(now)):
             if recorded.get(field) != now.get(field):
-                out.append(f"{section}.{field}: it says {recorded.get(field)!r}, here it is {now.get(field)!r}")
+                out.append(f"{section}.{field}: {_moved(recorded.get(field), now.get(field))}")
     return out
+
+
+def builds(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """How what one body says of a backend's compiled library differs from another's, field by field."""
+    then, now = (_builds_apart({"build": body["backend"].get("build")}) for body in (before, after))
+    fields = sorted(set(then) | set(now))
+    return [f"backend.{f}: {_moved(then.get(f), now.get(f), 'was', 'is')}" for f in fields if then.get(f) != now.get(f)]
+
+
+def _builds_apart(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The section with the fields of `build`, if it has any, beside the others."""
+    build = section.get("build")
+    if not isinstance(build, Mapping):
+        return {name: value for name, value in section.items() if name != "build" or value is not None}
+    rest = {name: value for name, value in section.items() if name != "build"}
+    return rest | {f"build.{name}": value for name, value in build.items()}
+
+
+def _moved(then: Any, now: Any, said: str = "it says", here: str = "here it is") -> str:
+    """Two values; of two lists only what they do not share."""
+    if isinstance(then, list) and isinstance(now, list) and all(isinstance(x, str) for x in [*then, *now]):
+        gone, come = [x for x in then if x not in now], [x for x in now if x not in then]
+        if gone or come:
+            return f"{said} {', '.join(gone) or 'nothing more'}, {here} {', '.join(come) or 'nothing more'}"
+    return f"{said} {then!r}, {here} {now!r}"

@@ -7,16 +7,18 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
-from conformance.canonical import digest_files
+from conformance.canonical import digest_files, dumps
+from paged.common.errors import InvalidInputError
 
 GROUP = "paged.backends"
 ROOT = Path(__file__).parent
@@ -32,15 +34,33 @@ _PACKAGES = ("jaxlib", "numpy", "equinox", "ml_dtypes", "jaxtyping")
 def introduce(backend: Any, name: str, value: str, executor: Any = None) -> dict[str, Any]:
     """What a certificate says of a backend and of where it ran, JSON-able: claims, backend, environment.
 
-    `name`, `value`: the backend's entry point. `executor`: who serves its FFI targets, if it has one.
+    `name`, `value`: the backend's entry point. `executor`: who serves its FFI targets, if it has one. What the backend
+    compiles is compiled when this returns; raises what its `prepare` does.
     """
     declared = backend.capabilities
     numerics = dataclasses.asdict(declared.numeric_model)
+    build = prepare(backend)
     return {
         "claims": declared.to_json(),
-        "backend": describe_backend(name, value) | {"numerics": numerics},
+        "backend": describe_backend(name, value) | {"numerics": numerics} | ({} if build is None else {"build": build}),
         "environment": describe() | ({} if executor is None else {"executor": describe_executor(executor)}),
     }
+
+
+def prepare(backend: Any) -> dict[str, Any] | None:
+    """What the backend's optional `prepare` says of its libraries, or None; see `paged.backends.protocol`."""
+    method = getattr(backend, "prepare", None)
+    found = method() if callable(method) else None
+    if found is None:
+        return None
+    try:
+        if not isinstance(found, Mapping):
+            raise TypeError(f"it is a {type(found).__name__}")
+        return json.loads(dumps(dict(found)))
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"backend {backend.name!r}: prepare() must return a mapping that JSON can hold, or None: {error}."
+        ) from None
 
 
 def describe_executor(executor: Any) -> dict[str, Any]:

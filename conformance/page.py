@@ -38,6 +38,7 @@ def render(
     cases, every = body["cases"], certificate.entries(body)
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         body=body,
+        build=_mapping(body["backend"].get("build")),
         selection=body.get("selection"),
         digest=data["digest"],
         envelope=data["envelope"],
@@ -75,6 +76,10 @@ def numerics_line(body: Mapping[str, Any]) -> str:
     decode = body["claims"].get("decode_numerics")
     other = f" Rows of one token: {decode}." if decode not in (None, name) else ""
     return f"{name}: weights in {weights}{normalised}, partial results in {partials}, exp to 2^{error}.{other}"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _unclaimed(cases: list[Mapping[str, Any]]) -> dict[str, int]:

@@ -97,6 +97,20 @@ class Run:
         self._session: Any = None
         self._made: Any = None
 
+    def pytest_sessionstart(self, session: Any) -> None:
+        """Compile what the backend runs, once and before any case's deadline begins; end with 2 if that fails."""
+        import pytest
+
+        from conformance.environment import prepare
+        from paged.common.errors import PagedError
+
+        if self.is_worker or self.executor_name is not None or self.config.getoption("collectonly"):
+            return
+        try:
+            prepare(self._backend())
+        except PagedError as error:
+            pytest.exit(f"{self.backend_name}: {error}", returncode=2)
+
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """One test per case, those that share programs next to each other."""
         if FIXTURE in metafunc.fixturenames:
@@ -118,11 +132,13 @@ class Run:
         import time
 
         from conformance.case import DEVICE, Result
-        from conformance.environment import current_device
+        from conformance.environment import current_device, prepare
         from conformance.runner import Session
 
         if self._session is None:
-            self._session = Session(self._backend())
+            backend = self._backend()
+            prepare(backend)
+            self._session = Session(backend)
         begin = time.monotonic()
         if self.is_worker:
             faulthandler.dump_traceback_later(self.deadline, exit=True)

@@ -25,6 +25,8 @@ from paged.common.errors import PagedError
 
 COMMAND = (sys.executable, "-m", "conformance.worker")
 STARTUP_SECONDS = 180.0
+PREPARE_SECONDS = 900.0
+"""How long a backend may take to compile what it runs: no case has begun, and no case's deadline either."""
 ENDING_SECONDS = 5.0
 """How long a process that has closed its channel may take to end."""
 LOG_TAIL_BYTES = 2000
@@ -140,8 +142,12 @@ class Worker:
 
     def _hello(self) -> dict[str, Any]:
         """What the backend says of itself and of where it runs. On any other answer the process is closed."""
+        seconds = STARTUP_SECONDS
         try:
-            message = self.message(STARTUP_SECONDS)
+            message = self.message(seconds)
+            if message is not None and message.get("kind") == "preparing":
+                seconds += PREPARE_SECONDS
+                message = self.message(seconds)
             if message is None:
                 raise WorkerStartError(f"the process died while making the backend: {self.obituary()}")
             if message.get("kind") == "refused":
@@ -150,7 +156,7 @@ class Worker:
                 raise WorkerStartError("the process did not introduce the backend, but said something else first.")
         except TimeoutError:
             self.close()
-            raise WorkerStartError(f"the backend was not ready within {STARTUP_SECONDS:g} s.") from None
+            raise WorkerStartError(f"the backend was not ready within {seconds:g} s.") from None
         except BaseException:
             self.close()
             raise

@@ -2,8 +2,8 @@
 
 Reads one JSON request from stdin and, once it has said who the backend is, a second line with the jobs. Writes JSON
 lines to the file descriptor that the request names, and leaves stdout and stderr to whatever the backend prints.
-Messages: `hello` (claims, backend, environment), then for each job `start` and `result`, then `done`; `refused` instead
-of `hello` if the backend cannot be made.
+Messages: `preparing` if the backend is to compile what it runs, `hello` (claims, backend, environment), then for each
+job `start` and `result`, then `done`; `refused` instead of `hello` if the backend cannot be made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from paged.common.errors import BackendUnavailableError, InvalidInputError
+from paged.common.errors import BackendUnavailableError, BuildFailedError, InvalidInputError
 
 VIRTUAL_CPU_DEVICES = 8
 
@@ -72,7 +72,7 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
     from conformance import runner
     from conformance.case import DEVICE
     from conformance.catalogue import case_to_json, parse_case
-    from conformance.environment import current_device, introduce
+    from conformance.environment import current_device, introduce, prepare
     from conformance.shrink import shrink
     from conformance.watch import Watch
     from paged.backends.registry import get_backend, list_backends
@@ -86,7 +86,10 @@ def serve(request: Mapping[str, Any], more: TextIO, send: Callable[..., None]) -
             raise InvalidInputError(f"no backend is registered as {name!r}; known: {', '.join(known)}.")
         executor, given = _executor(name, request.get("executor"))
         backend = get_backend(name, **{**request.get("options", {}), **given})
-    except (InvalidInputError, NoDeviceError) as error:
+        if hasattr(backend, "prepare"):
+            send(kind="preparing")
+            prepare(backend)
+    except (InvalidInputError, NoDeviceError, BuildFailedError) as error:
         send(kind="refused", message=str(error), verdict="error")
         return
     except BackendUnavailableError as error:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paged.backends.compilers import Compilers
-from paged.common.errors import BackendUnavailableError
+from paged.common.errors import BackendUnavailableError, BuildFailedError
 
 COMPILERS = ("c++", "g++", "clang++")
 MANIFEST = "manifest.json"
@@ -129,7 +129,7 @@ def build(recipe: Recipe, compiler: Sequence[str], progress: Callable[[str], Non
     - `compiler`: see `find_compiler`. `progress`: is given one line before anything is compiled.
 
     Processes that start together compile once; the others wait. Nothing is written where a whole build is kept. Raises
-    `BackendUnavailableError` with the compiler's message, or if the folder cannot be written.
+    `BuildFailedError` with the compiler's message, and `BackendUnavailableError` if the folder cannot be written.
     """
     version, made_of = compiler_version(compiler), recipe.made_of()
     folder = recipe.base / _digest(made_of) / _digest([version, *compiler[1:]])
@@ -142,7 +142,7 @@ def build(recipe: Recipe, compiler: Sequence[str], progress: Callable[[str], Non
                 if progress is not None:
                     took = f" (about {recipe.seconds} s, once)" if recipe.seconds else ""
                     progress(f"compiling {recipe.title} with {version} into {folder}{took}")
-                manifest = {**made_of, "compiler": version}
+                manifest = {**made_of, "compiler": version, "arguments": compiler[1:]}
                 _compile(recipe, compiler, library, manifest)
     except OSError as error:
         raise BackendUnavailableError(
@@ -156,6 +156,18 @@ def kept(recipe: Recipe) -> Path | None:
     """The newest whole build of the same sources, headers, flags and machine, whoever compiled it."""
     found = [library for library in recipe.kept_in().glob(f"*/{recipe.file}") if _intact(library)]
     return max(found, key=lambda library: library.stat().st_mtime, default=None)
+
+
+def describe(library: Path) -> dict[str, Any]:
+    """What a kept library is, JSON-able: its SHA-256, and the manifest that was written when it was built.
+
+    - `library`: "sha256:" and 64 digits; `sources`, `headers`: digests; `units`, `flags`: as they were given.
+    - `compiler`: the first line of what it says of itself; `arguments`: what `$CXX` adds to its name.
+    - `machine`: words: system, kind, then instruction sets; None for a library that is for no one machine.
+    """
+    found = json.loads((library.parent / MANIFEST).read_text())
+    digest, machine = found.pop("sha256"), found["machine"]
+    return {**found, "library": f"sha256:{digest}", "machine": None if machine is None else machine.split()}
 
 
 def load(library: Path, names: Sequence[str]) -> tuple[ctypes.CDLL, dict[str, Any]]:
@@ -208,7 +220,7 @@ def _compile(recipe: Recipe, compiler: Sequence[str], library: Path, manifest: M
             done = pool.submit(run).result(BUILD_SECONDS)
         except concurrent.futures.TimeoutError:
             compilers.stop()
-            raise BackendUnavailableError(f"{recipe.title}: the compiler was at it for {BUILD_SECONDS} s.") from None
+            raise BuildFailedError(f"{recipe.title}: the compiler was at it for {BUILD_SECONDS} s.") from None
         except BaseException as error:
             compilers.stop()
             if isinstance(error, KeyboardInterrupt):
@@ -216,9 +228,9 @@ def _compile(recipe: Recipe, compiler: Sequence[str], library: Path, manifest: M
             raise
         if done.returncode:
             words = (done.stderr.strip() or done.stdout.strip())[:2000] or f"status {done.returncode}"
-            raise BackendUnavailableError(f"{recipe.title} do not compile with {shlex.join(compiler)}: {words}")
+            raise BuildFailedError(f"{recipe.title} do not compile with {shlex.join(compiler)}: {words}")
         if any(manifest[name] != value for name, value in recipe.made_of().items()):
-            raise BackendUnavailableError(f"the sources in {recipe.sources} were changed while they were compiled.")
+            raise BuildFailedError(f"the sources in {recipe.sources} were changed while they were compiled.")
         written.write_text(json.dumps({**manifest, "sha256": _sha256(fresh)}, indent=1, sort_keys=True) + "\n")
         fresh.replace(library)
         written.replace(library.parent / MANIFEST)

@@ -6,12 +6,17 @@ of all layers, `s` token slots per page, `r` rows (requests), `l` listed pages.
 A backend is any object with the attributes and methods of `AttentionBackend`; it needs no base class. It must be
 hashable, because it is a static argument of the jitted step: a frozen dataclass is the usual form.
 
-Some methods are optional, and change no meaning, only the number of kernels. `rotate_append(pool, heads, slots, layer,
-num_pages, static, arrays)` takes `PackedHeads`, slots relative to a layer and the layer's index; it turns query and
-key, appends, and returns the query, the pool and plan arrays for `attend` with page base 0. `layer_kernels(plan, sizes,
-dtype)` returns `LayerKernels` for a `StepPlan`, or None; `runs_layers(sizes, dtype, kv_dtype)` says whether it returns
-them for every step of a model, so that the engine need not lay out layers apart. `logits(x, norm, head, eps)` returns
-the float32 product of the head with the norm of x, or None.
+Some methods are optional, and change no meaning. `prepare()` does beforehand what the first call would do otherwise,
+such as compiling and loading libraries; it touches no device, and may be called more than once. It returns what a
+certificate says of them besides the digest of the backend's sources, a JSON-able mapping (digests, the compiler's
+words), or None. Raises `BuildFailedError` if a compiler failed, `BackendUnavailableError` if something is missing.
+
+The others change only the number of kernels. `rotate_append(pool, heads, slots, layer, num_pages, static, arrays)`
+takes `PackedHeads`, slots relative to a layer and the layer's index; it turns query and key, appends, and returns the
+query, the pool and plan arrays for `attend` with page base 0. `layer_kernels(plan, sizes, dtype)` returns
+`LayerKernels` for a `StepPlan`, or None; `runs_layers(sizes, dtype, kv_dtype)` says whether it returns them for every
+step of a model, so that the engine need not lay out layers apart. `logits(x, norm, head, eps)` returns the float32
+product of the head with the norm of x, or None.
 """
 
 from __future__ import annotations

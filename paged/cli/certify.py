@@ -10,13 +10,13 @@ LEVELS = ("move", "core", "sharded", "serving", "all", "long")
 EPILOG = """\
 levels: move (raw bits), core (exact vectors, certified rounding, a backend against itself), sharded (core on meshes),
 serving (core, and an engine's steps over one pool), all (those), long (core, and contexts of 32,768 tokens).
-exit status of a whole level: 0 conformant, 1 failed, 2 error (no device is one), 3 not certifiable: nothing is built,
-or no case of some tier could be run. Of a part (--quick, --only, --catalogue): 0 no failure among the cases that were
-run, which says nothing of what was not touched and certifies nothing; 1 one of them failed; 2 error, or none could be
-run. --baseline makes 0 a 1 if a pass or a claim was lost.
+exit status of a whole level: 0 conformant, 1 failed, 2 error (no device is one, a compiler that failed is another), 3
+not certifiable: nothing is built, or no case of some tier could be run. Of a part (--quick, --only, --catalogue): 0 no
+failure among the cases that were run, which says nothing of what was not touched and certifies nothing; 1 one of them
+failed; 2 error, or none could be run. --baseline makes 0 a 1 if a pass or a claim was lost.
 --check: 1 the file is not sound; else what its verdict says as above, and 3 where it is sound and certifies nothing (a
-part of a level). --replay: 1 if a result, a claim or the numerics differ, 3 if only versions,
-device or flags do. --diff: 1 if anything differs. --mutants: 1 if one is not caught.
+part of a level). --replay: 1 if a result, a claim or the numerics differ, 3 if only versions, libraries, device or
+flags do. --diff: 1 if anything differs but the library. --mutants: 1 if one is not caught.
 --case: 0 pass, 1 fail, 2 error, 3 not claimed. Wrong use is 2.
 A run that was interrupted is resumed by the same command. Compiled programs are kept in JAX_COMPILATION_CACHE_DIR, by
 default in the user's cache directory.

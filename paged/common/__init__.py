@@ -5,6 +5,7 @@ from paged.common.capabilities import Capabilities as Capabilities
 from paged.common.capabilities import NumericModel as NumericModel
 from paged.common.capabilities import Range as Range
 from paged.common.errors import BackendUnavailableError as BackendUnavailableError
+from paged.common.errors import BuildFailedError as BuildFailedError
 from paged.common.errors import DirtyPageError as DirtyPageError
 from paged.common.errors import DonatedPoolError as DonatedPoolError
 from paged.common.errors import InternalError as InternalError

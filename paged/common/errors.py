@@ -28,6 +28,10 @@ class BackendUnavailableError(PagedError, RuntimeError):
     """A backend is not installed, not built, or finds no device; the message says which and how to get it."""
 
 
+class BuildFailedError(BackendUnavailableError):
+    """A backend's kernels were to be compiled here, and the compiler failed; the message has its words."""
+
+
 class StaleHandleError(PagedError, KeyError):
     """A request handle outlived its request: the row it names was recycled under a later epoch."""
 

@@ -13,7 +13,7 @@ import pytest
 from paged.backends import native
 from paged.backends.cpu import library
 from paged.cli import main
-from paged.common.errors import BackendUnavailableError, InvalidInputError
+from paged.common.errors import BackendUnavailableError, BuildFailedError, InvalidInputError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n'
@@ -196,8 +196,9 @@ def test_no_compiler_at_all_says_what_to_do(build, monkeypatch):
         build()
     monkeypatch.undo()
     monkeypatch.setenv("CXX", "missing-compiler")
-    with pytest.raises(BackendUnavailableError, match="no C\\+\\+ compiler 'missing-compiler'"):
+    with pytest.raises(BackendUnavailableError, match="no C\\+\\+ compiler 'missing-compiler'") as raised:
         build()
+    assert not isinstance(raised.value, BuildFailedError), "nothing failed, something is missing"
     assert not build.directory.exists()
 
 
@@ -215,7 +216,7 @@ def test_the_first_compiler_there_is_taken(monkeypatch):
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(build, sources, monkeypatch, tmp_path):
     (sources / "handlers.cc").write_text('#error "not like this"\n' + "int x = y;\n" * 500)
-    with pytest.raises(BackendUnavailableError, match=r"do not compile with .*cxx: (.|\n)*not like this") as raised:
+    with pytest.raises(BuildFailedError, match=r"do not compile with .*cxx: (.|\n)*not like this") as raised:
         build()
     assert len(str(raised.value)) < 3000
     assert [path.name for path in build.directory.glob("*/*/*")] == ["lock"]
@@ -246,7 +247,7 @@ def test_what_a_killed_compilation_left_is_removed(build):
 def test_a_compiler_that_does_not_end_is_ended(build, compiler, monkeypatch):
     compiler('case "$*" in *-o\\ *) sleep 60;; esac')
     monkeypatch.setattr(native, "BUILD_SECONDS", 0.5)
-    with pytest.raises(BackendUnavailableError, match=r"was at it for 0\.5 s"):
+    with pytest.raises(BuildFailedError, match=r"was at it for 0\.5 s"):
         build()
     assert compiler.runs() == []
 
@@ -292,6 +293,26 @@ def test_targets_are_registered_once_from_any_thread(build, compiler, sources):
     again = run_targets(sources, build.directory)
     assert (again.stdout, again.stderr) == (run.stdout, "")
     assert len(compiler.runs()) == 1
+
+
+def test_the_loaded_library_says_what_it_is(build, sources, monkeypatch):
+    (sources / "answer.h").write_text("#define ADDED 2\n")
+    text = '#include "answer.h"\n' + HANDLERS + "\n".join(f"SAME({name})" for name in library.TARGETS)
+    (sources / "handlers.cc").write_text(text)
+    monkeypatch.setenv("CXX", f"{os.environ['CXX']} -DOTHER")
+    code = "import json, sys; from pathlib import Path; from paged.backends.cpu import library\n"
+    code += "library.SOURCES = Path(sys.argv[1])\nfrom paged.backends.registry import get_backend\n"
+    code += "backend = get_backend('cpu')\nassert backend.prepare() == backend.prepare()\n"
+    code += "print(json.dumps(backend.prepare()))"
+    env = {**os.environ, "PAGED_CPU_DIR": str(build.directory)}
+    run = subprocess.run([sys.executable, "-c", code, str(sources)], capture_output=True, text=True, env=env)
+    said = json.loads(run.stdout)
+    assert said == native.describe(build())
+    assert said["library"] == f"sha256:{native._sha256(build())}"
+    assert said["arguments"] == ["-DOTHER"]
+    assert said["machine"] == native.machine().split()
+    assert said["sources"] == native._digest_files(native.source_files(sources))
+    assert {"compiler", "flags", "headers", "units"} < set(said)
 
 
 def test_a_library_without_its_targets_and_one_that_cannot_be_loaded_are_refused(build, monkeypatch, tmp_path):

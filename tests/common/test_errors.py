@@ -4,6 +4,7 @@ import pytest
 
 from paged.common import (
     BackendUnavailableError,
+    BuildFailedError,
     DirtyPageError,
     DonatedPoolError,
     InternalError,
@@ -22,6 +23,7 @@ KINDS = {
     InvalidInputError: ValueError,
     UnsupportedError: ValueError,
     BackendUnavailableError: RuntimeError,
+    BuildFailedError: RuntimeError,
     StaleHandleError: KeyError,
     UseAfterFreeError: ValueError,
     DirtyPageError: RuntimeError,

@@ -56,7 +56,7 @@ NEWER = both(
     setting("environment.jax", "9.9.1"), setting("environment.packages.jaxlib", "9.9.1"),
     setting("backend.packages.jax", "9.9.1"), setting("backend.packages.jaxlib", "9.9.1"),
 )  # fmt: skip
-DIGEST = "sha256:" + "ab" * 32
+DIGEST, CPU = "sha256:" + "ab" * 32, "paged.backends.cpu:make_backend"
 WAIVER = {"case": "attend/gen*", "reason": "r", "issue": "https://example.org", "until": "9", "devices": []}
 
 EDITS: Mapping[str, tuple[Edit, str]] = {
@@ -97,6 +97,8 @@ EDITS: Mapping[str, tuple[Edit, str]] = {
     "a dirty tree": (setting("suite.tree", "dirty"), "check"),
     "a wider scope": (setting("scope", "Everything, whole models included."), "check"),
     "the backend's version, where it is the suite's own": (setting("backend.distribution", "paged 9.0"), "check"),
+    "a library that has no digest": (setting("backend.build", {"library": "ours"}), "check"),
+    "kernels that are compiled, and no library": (setting("backend.factory", CPU), "check"),
     "the output of every attention": (lambda b: [e.update(output=DIGEST) for e in b["cases"] if e["tier"] > 1],
         "replay"),
     "fewer decided elements": (on(ATTEND, decided=1), "replay"),
@@ -109,6 +111,7 @@ EDITS: Mapping[str, tuple[Edit, str]] = {
     "the flags of XLA": (setting("environment.xla_flags", "--xla_fast"), "replay"),
     "an option of jax": (setting("environment.jax_options.enable_x64", "True"), "replay"),
     "the digest of the backend's sources": (setting("backend.sources", DIGEST), "replay"),
+    "a library where none was compiled": (setting("backend.build", {"library": DIGEST}), "replay"),
     "the digest of the suite's sources": (setting("suite.sources", DIGEST), "replay"),
     "a tree that was dirty told as clean": (setting("suite.tree", "clean"), "signature"),
     "mutants caught by an earlier suite": (

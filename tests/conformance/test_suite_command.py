@@ -247,3 +247,39 @@ def until(ready):
     while not ready():
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.1)
+
+
+def test_what_a_backend_compiles_is_compiled_before_any_deadline_and_named(run, monkeypatch):
+    for letter in "ab":
+        monkeypatch.setitem(run.env, "ACME_LIBRARY", letter * 64)
+        out = run.folder / f"library-{letter}.json"
+        baseline = () if letter == "a" else ("--baseline", run.folder / "library-a.json")
+        done = run(*vice("library"), "-o", out, "--only", "scrub/*", "--deadline", "3", *baseline, tiny=False)
+        assert done.returncode == 0, done.stderr  # of 3 seconds a case has, 4 were for the library
+        build = json.loads(out.read_text())["body"]["backend"]["build"]
+        assert build == {"library": f"sha256:{letter * 64}", "compiler": "acme-cc 1", "machine": ["a", "b"]}
+    said = f"another build: backend.build.library: was 'sha256:{'a' * 64}', is 'sha256:{'b' * 64}'\nno difference\n"
+    assert done.stdout.endswith(said)
+    differs = run("--diff", run.folder / "library-a.json", out, tiny=False)
+    assert differs.returncode == 0
+    assert differs.stdout.endswith(said)
+    assert "; library sha256:bbbbbbbbbbbb by acme-cc 1; " in differs.stdout
+    replayed = run(*vice("library"), "--replay", "1", run.folder / "library-a.json", tiny=False)
+    assert replayed.returncode == 3, replayed.stderr
+    assert f"backend.build.library: it says 'sha256:{'a' * 64}', here it is 'sha256:bbb" in replayed.stdout
+    assert run(*vice("library"), "--replay", "1", out, tiny=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("build-fails", "acme: error: the kernels do not compile with acme-cc: <expected ';'>\n"),
+        ("says-nonsense", "must return a mapping that JSON can hold, or None: it is a object.\n"),
+    ],
+)
+def test_a_backend_that_cannot_be_prepared_is_2_and_one_message(run, name, said):
+    done = run(*vice(name), "-o", run.folder / "unprepared.json")
+    assert done.returncode == 2
+    assert done.stderr.endswith(said)
+    assert done.stderr.count("\n") == 1
+    assert not (run.folder / "unprepared.json").exists()

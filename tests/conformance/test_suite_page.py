@@ -107,3 +107,14 @@ def test_the_kill_matrix_is_shown_where_it_is_that_of_the_suite():
     assert "census 2" in html
     assert "bounds 1" in html
     assert "Broken backends that the suite catches" not in page.render(make("why"))
+
+
+def test_a_compiled_library_is_named_at_the_top():
+    made = make("plain")
+    assert "<b>Library</b>" not in page.render(made)
+    made["body"]["backend"]["build"] = {"library": "sha256:ab", "compiler": "c++ 1", "flags": ["-O3", "-fPIC"]}
+    text = page.render(made)
+    assert "<code>sha256:ab</code>, compiled by c++ 1." in text
+    assert "<dt>build flags</dt><dd>-O3, -fPIC</dd>" in text
+    made["body"]["backend"]["build"] = "no mapping"
+    assert "<b>Library</b>" not in page.render(made)

@@ -97,3 +97,12 @@ def test_failures_carry_their_diagnosis_and_what_is_not_claimed_is_skipped_with_
     little = run("--conformance-option", "vice=claims-little", "-rs", "--conformance-only", "attend/*")
     assert little.returncode == 0
     assert "not claimed: needs head_dim:32" in little.stdout
+
+
+@pytest.mark.parametrize("more", [(), ("-p", "xdist", "-n", "2")])
+def test_kernels_that_do_not_compile_end_the_session_with_one_message(run, more):
+    path = run.folder / "unbuilt.json"
+    done = run(*more, "--conformance-option", "vice=build-fails", "--certificate", str(path))
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.count("acme: the kernels do not compile with acme-cc") == 1, done.stdout
+    assert not path.exists()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from paged.backends import moves
-from paged.backends.cpu import ops
+from paged.backends.cpu import library, ops
 from paged.backends.protocol import (
     AttentionExtras,
     KvArrays,
@@ -86,6 +88,10 @@ class CpuBackend:
     def capabilities(self) -> Capabilities:
         """See `CAPABILITIES`."""
         return CAPABILITIES
+
+    def prepare(self) -> Mapping[str, Any]:
+        """Compile the library if it has to be, and load it; what it is. See `paged.backends.cpu.library.prepare`."""
+        return library.prepare()
 
     def static_plan(self, rung: Rung, spec: AttentionSpec) -> tuple[()]:
         """Nothing: work is cut up while a step runs."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from paged.backends import native
 from paged.common.errors import BackendUnavailableError, InvalidInputError
@@ -26,7 +27,7 @@ SECONDS = 10
 TITLE = "the CPU kernels"
 
 _lock = threading.Lock()
-_registered = False
+_loaded: Mapping[str, Any] | None = None
 
 
 def default_directory() -> Path:
@@ -55,7 +56,8 @@ def build(directory: Path | None = None, *, sources: Path | None = None, progres
 
     Where nothing can be compiled (no compiler, a directory that cannot be written, a compiler that fails) a build of
     the same sources, headers, flags and machine by another compiler is taken, and `progress` told why. Without one,
-    raises `BackendUnavailableError`, which says what to do. Uses no device.
+    raises `BackendUnavailableError`, which says what to do; `BuildFailedError` if it was the compiler that failed. Uses
+    no device.
     """
     sources = SOURCES if sources is None else sources
     unit = sources / UNIT
@@ -76,7 +78,7 @@ def build(directory: Path | None = None, *, sources: Path | None = None, progres
     except BackendUnavailableError as error:
         library = native.kept(recipe)
         if library is None:
-            raise BackendUnavailableError(
+            raise type(error)(
                 f"{TITLE} are not built for this machine in {recipe.base}, and cannot be: {error}"
             ) from None
         progress(f"{str(error).splitlines()[0]} Taking {library.parent}, which another compiler built.")
@@ -86,19 +88,28 @@ def build(directory: Path | None = None, *, sources: Path | None = None, progres
 def ffi_target(name: str) -> str:
     """The name of an XLA FFI target of platform `cpu`, which is registered when this returns.
 
-    `name`: one of `TARGETS`. The first call of a process compiles the library if it has to, loads it and registers all
-    of them; threads that call at the same time wait for it. Raises `BackendUnavailableError` as `build` does, or if the
-    library cannot be loaded.
+    `name`: one of `TARGETS`. Raises as `prepare` does.
     """
     if name not in TARGETS:
         raise InvalidInputError(f"target {name!r} is not one of {', '.join(TARGETS)}.")
-    global _registered
+    prepare()
+    return name
+
+
+def prepare() -> Mapping[str, Any]:
+    """What the loaded library is, as `native.describe` says it.
+
+    The first call of a process compiles the library if it has to, loads it and registers all `TARGETS`; threads that
+    call at the same time wait for it. Raises as `build` does, and `BackendUnavailableError` if it cannot be loaded.
+    """
+    global _loaded
     with _lock:
-        if not _registered:
+        if _loaded is None:
             import jax
 
-            _, capsules = native.load(build(), TARGETS)
+            library = build()
+            _, capsules = native.load(library, TARGETS)
             for target, capsule in capsules.items():
                 jax.ffi.register_ffi_target(target, capsule, platform="cpu")
-            _registered = True
-    return name
+            _loaded = native.describe(library)
+    return _loaded

@@ -7,7 +7,7 @@ import time
 import jax.numpy as jnp
 from toy_backend import Toy
 
-from paged.common.errors import BackendUnavailableError
+from paged.common.errors import BackendUnavailableError, BuildFailedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,14 @@ class Acme(Toy):
         if self.vice == "claims-little":
             return dataclasses.replace(declared, head_dims=frozenset({512}))
         return declared
+
+    def prepare(self):
+        if self.vice == "library":
+            time.sleep(4)
+            return {"library": f"sha256:{os.environ['ACME_LIBRARY']}", "compiler": "acme-cc 1", "machine": ["a", "b"]}
+        if self.vice == "build-fails":
+            raise BuildFailedError("the kernels do not compile with acme-cc: <expected ';'>")
+        return object() if self.vice == "says-nonsense" else None
 
     def attend(self, query, pool, page_base, static, arrays, spec, extras):
         if static.rows == self.rows:
