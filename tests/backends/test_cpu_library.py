@@ -393,3 +393,10 @@ def test_a_wheel_holds_every_source(tmp_path):
     there = {name for name in zipfile.ZipFile(wheel).namelist() if "/cpu/csrc/" in name}
     assert there == {str(path.relative_to(tmp_path)) for path in folder.iterdir()}
     assert "paged/backends/cpu/csrc/planted.h" in there
+
+
+def test_the_sources_have_no_warnings():
+    flags = [*library.FLAGS, "-march=native", "-Werror", "-fsyntax-only", "-isystem", str(native.ffi_include())]
+    command = [*native.find_compiler(), *flags, str(library.SOURCES / library.UNIT)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
