@@ -13,6 +13,7 @@
 
 #include "elements.h"
 #include "team.h"
+#include "transpose.h"
 #include "vector.h"
 
 namespace paged {
@@ -121,7 +122,7 @@ inline void Logits(const float* query, const float* keys, int64_t dim, float* lo
     for (int r = 0; r < R; ++r) {
       const Floats q = Splat(query[r * dim + i]);
 #pragma GCC unroll 4
-      for (int c = 0; c < kVectors; ++c) sum[r][c] += q * k[c];
+      for (int c = 0; c < kVectors; ++c) sum[r][c] = Fma(q, k[c], sum[r][c]);
     }
   }
 #pragma GCC unroll 8
@@ -149,7 +150,7 @@ inline void Weighted(const float* weights, const float* const* values, int64_t f
     for (int r = 0; r < R; ++r) {
       const Floats w = Splat(weights[r * kBlock + j]);
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) sum[r][c] += w * v[c];
+      for (int c = 0; c < C; ++c) sum[r][c] = Fma(w, v[c], sum[r][c]);
     }
   }
 #pragma GCC unroll 8
@@ -263,7 +264,7 @@ inline void Weigh(const Options& options, int64_t low, int64_t high, float* weig
   for (int c = 0; c < kVectors; ++c) {
     const Floats weight = Exp(logit[c] - Splat(most));
     Store(weights + c * kLanes, weight);
-    sum += weight;
+    sum = sum + weight;
   }
   if (most != *top) {
     const float decay = Exp(Splat(*top - most))[0];
@@ -291,7 +292,7 @@ inline float Finish(const Options& options, int64_t head, float top, float total
   }
   for (int64_t i = 0; i < width; i += kLanes) {
     Floats out = Load(state + i) * Splat(decay) / Splat(total);
-    if (options.value_scale != 1) out *= Splat(options.value_scale);
+    if (options.value_scale != 1) out = out * Splat(options.value_scale);
     Store(state + i, Select(out == Floats{}, Floats{}, out));
   }
   return static_cast<float>(top + std::log(static_cast<double>(total)));

@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "product.h"
 #include "team.h"
+#include "transpose.h"
 #include "vector.h"
 
 namespace paged {
@@ -101,10 +102,9 @@ inline void Norm(const float* x, const float* weight, int64_t features, float ep
     Floats sum = {};
     for (int64_t i = 0; i < features; ++i) {
       const Floats v = Load(x + i * width + lane);
-      sum += v * v;
+      sum = Fma(v, v, sum);
     }
-    Floats factor = sum / Splat(static_cast<float>(features)) + Splat(eps);
-    for (int i = 0; i < kLanes; ++i) factor[i] = 1.0f / std::sqrt(factor[i]);
+    const Floats factor = Rsqrt(sum / Splat(static_cast<float>(features)) + Splat(eps));
     for (int64_t i = 0; i < features; ++i) {
       Store(y + i * width + lane, Load(x + i * width + lane) * factor * Splat(weight[i]));
     }
@@ -149,8 +149,8 @@ inline void RotateAppend(const LayerCall& call, const Workspace& work, const Pan
       float* other = head + half * width;
       for (int64_t i = 0; i < half * width; i += kLanes) {
         const Floats a = Load(head + i), b = Load(other + i), c = Load(cos + i), d = Load(sin + i);
-        Store(head + i, a * c - b * d);
-        Store(other + i, b * c + a * d);
+        Store(head + i, Fma(a, c, -(b * d)));
+        Store(other + i, Fma(b, c, a * d));
       }
     }
     for (int64_t first = 0; first < live; first += kLanes) {

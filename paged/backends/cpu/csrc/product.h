@@ -27,9 +27,9 @@ struct Panels {
   int64_t live(int64_t panel) const { return std::min(kPanel, tokens - panel * kPanel); }
 };
 
-// out[r][c] = Σ_k weight[r][k] · x[k][c] for 4 · G rows of the weight and C vectors of tokens.
+// out[r][c] = Σ_k weight[r][k] · x[k][c] for 4 · G rows of the weight and C vectors of tokens of a panel.
 template <int G, int C>
-inline __attribute__((always_inline)) void Tile(const float* weight, int64_t inputs, const float* x, float* out) {
+PAGED_INLINE void Tile(const float* weight, int64_t inputs, const float* x, int64_t width, float* out) {
   constexpr int64_t kAhead = 4 * G;  // rows
   Floats sum[4 * G][C];
   const float* row[G];
@@ -55,7 +55,7 @@ inline __attribute__((always_inline)) void Tile(const float* weight, int64_t inp
       Floats v[C];
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) v[c] = Load(x + c * kLanes);
-      x += C * kLanes;
+      x += width;
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         const Floats w0 = Splat(row[g][0]), w1 = Splat(row[g][inputs]);
@@ -63,10 +63,10 @@ inline __attribute__((always_inline)) void Tile(const float* weight, int64_t inp
         ++row[g];
 #pragma GCC unroll 2
         for (int c = 0; c < C; ++c) {
-          sum[4 * g][c] += w0 * v[c];
-          sum[4 * g + 1][c] += w1 * v[c];
-          sum[4 * g + 2][c] += w2 * v[c];
-          sum[4 * g + 3][c] += w3 * v[c];
+          sum[4 * g][c] = Fma(w0, v[c], sum[4 * g][c]);
+          sum[4 * g + 1][c] = Fma(w1, v[c], sum[4 * g + 1][c]);
+          sum[4 * g + 2][c] = Fma(w2, v[c], sum[4 * g + 2][c]);
+          sum[4 * g + 3][c] = Fma(w3, v[c], sum[4 * g + 3][c]);
         }
       }
     }
@@ -74,33 +74,34 @@ inline __attribute__((always_inline)) void Tile(const float* weight, int64_t inp
 #pragma GCC unroll 16
   for (int r = 0; r < 4 * G; ++r) {
 #pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) Store(out + (r * C + c) * kLanes, sum[r][c]);
+    for (int c = 0; c < C; ++c) Store(out + r * width + c * kLanes, sum[r][c]);
   }
 }
 
 template <int C>
-inline void OneRow(const float* weight, int64_t inputs, const float* x, float* out) {
+inline void OneRow(const float* weight, int64_t inputs, const float* x, int64_t width, float* out) {
   Floats sum[C] = {};
   for (int64_t k = 0; k < inputs; ++k) {
-    for (int c = 0; c < C; ++c) sum[c] += Splat(weight[k]) * Load(x + (k * C + c) * kLanes);
+    for (int c = 0; c < C; ++c) sum[c] = Fma(Splat(weight[k]), Load(x + k * width + c * kLanes), sum[c]);
   }
   for (int c = 0; c < C; ++c) Store(out + c * kLanes, sum[c]);
 }
 
 constexpr int64_t kRows = kWideRegisters ? 12 : 4;  // rows of a tile: accumulators fill the registers
+constexpr int64_t kTogether = kWideRegisters ? 2 : 1;  // vectors of tokens of a tile
+
+// `rows` ≤ kRows rows of a weight times C vectors of a panel.
+template <int C>
+inline void RowsOf(const float* weight, int64_t inputs, int64_t rows, const float* x, int64_t width, float* out) {
+  if (rows == kRows) return Tile<kRows / 4, C>(weight, inputs, x, width, out);
+  for (; rows >= 4; rows -= 4, weight += 4 * inputs, out += 4 * width) Tile<1, C>(weight, inputs, x, width, out);
+  for (; rows > 0; --rows, weight += inputs, out += width) OneRow<C>(weight, inputs, x, width, out);
+}
 
 // `rows` ≤ kRows rows of a weight times one panel, into out (rows, width).
 inline void Rows(const float* weight, int64_t inputs, int64_t rows, const float* x, int64_t width, float* out) {
-  const auto narrow = width == kLanes;
-  if (rows == kRows) {
-    return narrow ? Tile<kRows / 4, 1>(weight, inputs, x, out) : Tile<kRows / 4, 2>(weight, inputs, x, out);
-  }
-  for (; rows >= 4; rows -= 4, weight += 4 * inputs, out += 4 * width) {
-    narrow ? Tile<1, 1>(weight, inputs, x, out) : Tile<1, 2>(weight, inputs, x, out);
-  }
-  for (; rows > 0; --rows, weight += inputs, out += width) {
-    narrow ? OneRow<1>(weight, inputs, x, out) : OneRow<2>(weight, inputs, x, out);
-  }
+  if (width == kTogether * kLanes) return RowsOf<kTogether>(weight, inputs, rows, x, width, out);
+  for (int64_t c = 0; c < width; c += kLanes) RowsOf<1>(weight, inputs, rows, x + c, width, out + c);
 }
 
 // All rows of a weight times all panels. `take(row, rows, panel)` is asked to compute up to kRows rows of one panel.
