@@ -33,7 +33,7 @@ struct Pool {
 };
 
 struct StepRows {
-  int64_t rows, listed;
+  int64_t rows;
   const int32_t* kv_lens;
   const int32_t* query_offsets;
   const int32_t* page_offsets;
@@ -42,9 +42,9 @@ struct StepRows {
 };
 
 struct Options {
-  float scale;      // of logits, that of keys included
-  float cap;        // 0: none
-  int64_t window;   // positions seen, the query's own included; 0: all
+  float scale;     // of logits, that of keys included
+  float cap;       // 0: none
+  int64_t window;  // positions seen, the query's own included; 0: all
   bool causal;
   const float* sinks;  // by query head, or null
   float value_scale;
@@ -82,15 +82,16 @@ inline int64_t HeadsTogether(const Pool& pool, const std::vector<Item>& items, i
   return std::clamp<int64_t>(kCache / bytes, 1, pool.kv_heads);
 }
 
-// What one thread works in, kept from call to call. By head and query: queries, states, largest logits, sums of weights;
-// for one head at a time: weights, a block's keys transposed and its values where they must be converted.
+// What one thread works in, kept from call to call. By head and query: queries, states, largest logits, sums of
+// weights; for one head at a time: weights, a block's keys transposed and its values where they must be converted.
 struct Scratch {
   float *query, *state, *top, *total, *weights, *keys, *values, *zeros;
 
   Scratch(int64_t heads, int64_t queries, int64_t key_dim, int64_t value_dim) {
     static thread_local std::vector<float> kept;
     const int64_t k = Padded(key_dim), v = Padded(value_dim), own = Padded(heads * queries);
-    const int64_t sizes[] = {heads * queries * k, heads * queries * v, own, own, queries * kBlock, kBlock * k, kBlock * v, k};
+    const int64_t sizes[] = {heads * queries * k, heads * queries * v, own,        own,
+                             queries * kBlock,    kBlock * k,          kBlock * v, k};
     float** const parts[] = {&query, &state, &top, &total, &weights, &keys, &values, &zeros};
     int64_t whole = kLanes;
     for (const int64_t size : sizes) whole += size;
@@ -321,7 +322,8 @@ inline void Attend(const Pool& pool, const StepRows& rows, const Options& option
   for (int64_t block = begin / kBlock * kBlock; block < end; block += kBlock) {
     const int64_t from = std::max(begin - block, int64_t{0}), to = std::min(end - block, kBlock);
     int64_t slots[kBlock];
-    for (int64_t j = from, page = (block + from) / pool.page_size, slot = (block + from) % pool.page_size; j < to; ++j) {
+    int64_t page = (block + from) / pool.page_size, slot = (block + from) % pool.page_size;
+    for (int64_t j = from; j < to; ++j) {
       slots[j] = (pages[page] + rows.page_base) * pool.page_size + slot;
       if (++slot == pool.page_size) slot = 0, ++page;
     }
@@ -355,7 +357,8 @@ inline void Attend(const Pool& pool, const StepRows& rows, const Options& option
       }
       for (int64_t q = 0; q < queries; q += group) {
         const auto [low, high] = seen[q / group];
-        if (low < high) WeightedValues(scratch.weights + q * kBlock, group, values, low, high, state + q * width, width);
+        if (low >= high) continue;
+        WeightedValues(scratch.weights + q * kBlock, group, values, low, high, state + q * width, width);
       }
     }
   }
@@ -365,8 +368,8 @@ inline void Attend(const Pool& pool, const StepRows& rows, const Options& option
       float* const outputs = scratch.state + (h * queries + t * group) * width;
       for (int64_t g = 0; g < group; ++g) {
         const int64_t at = h * queries + t * group + g;
-        lses[g] = Finish(options, (kv_head + h) * group + g, scratch.top[at], scratch.total[at], width,
-                         outputs + g * width);
+        lses[g] =
+            Finish(options, (kv_head + h) * group + g, scratch.top[at], scratch.total[at], width, outputs + g * width);
       }
       store(t, kv_head + h, outputs, width, lses);
     }

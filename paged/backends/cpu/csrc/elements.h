@@ -27,7 +27,7 @@ inline uint32_t BitsOf(float x) {
   return bits;
 }
 
-// What an 8-bit float of `mantissa` bits means. FN has no infinities and one NaN a sign, FNUZ has NaN where −0 would be.
+// What an 8-bit float of `mantissa` bits means. FN has no infinities and one NaN a sign; FNUZ has NaN for −0.
 inline float Decode8(uint8_t bits, int mantissa, int bias, bool fn, bool fnuz) {
   const int exponent = (bits & 0x7f) >> mantissa, fraction = bits & ((1 << mantissa) - 1);
   const int top = (1 << (7 - mantissa)) - 1;
@@ -36,8 +36,9 @@ inline float Decode8(uint8_t bits, int mantissa, int bias, bool fn, bool fnuz) {
   if (fnuz && bits == 0x80) return nan;
   if (fn && (bits & 0x7f) == 0x7f) return nan;
   if (!fn && !fnuz && exponent == top) return fraction ? nan : sign * std::numeric_limits<float>::infinity();
-  const float value = exponent == 0 ? std::ldexp(static_cast<float>(fraction), 1 - bias - mantissa)
-                                    : std::ldexp(static_cast<float>(fraction + (1 << mantissa)), exponent - bias - mantissa);
+  const float value = exponent == 0
+                          ? std::ldexp(static_cast<float>(fraction), 1 - bias - mantissa)
+                          : std::ldexp(static_cast<float>(fraction + (1 << mantissa)), exponent - bias - mantissa);
   return sign * value;
 }
 
@@ -68,9 +69,7 @@ inline float OfHalf(uint16_t bits) {
 // `count` elements as floats; exact.
 inline void Read(Kind kind, const void* from, int64_t count, float* to) {
   switch (kind) {
-    case Kind::kF32:
-      std::memcpy(to, from, count * sizeof(float));
-      return;
+    case Kind::kF32: std::memcpy(to, from, count * sizeof(float)); return;
     case Kind::kBF16:
       for (int64_t i = 0; i < count; ++i) {
         to[i] = OfBits(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[i]) << 16);

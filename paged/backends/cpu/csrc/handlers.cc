@@ -58,12 +58,15 @@ Error PoolOf(const AnyBuffer& keys, const AnyBuffer& values, int64_t kind, paged
     }
   }
   if (std::max(pool->key_dim, pool->value_dim) > paged::kMostDim) return Invalid("head dims go up to 512");
+  if (std::min({pool->page_size, pool->kv_heads, pool->key_dim, pool->value_dim}) == 0) {
+    return Invalid("pools of " + Shape(keys) + " and " + Shape(values) + " hold nothing");
+  }
   return Error::Success();
 }
 
-// The table, and that every page it names for a row exists. Tokens are those before the last row's end.
+// The table, and that every page it names for a row exists: of `num_pages`, from `page_base` of the pool.
 Error RowsOf(const AnyBuffer& kv_lens, const AnyBuffer& query_offsets, const AnyBuffer& page_offsets,
-             const AnyBuffer& page_ids, int64_t page_base, int64_t tokens, const paged::Pool& pool,
+             const AnyBuffer& page_ids, int64_t page_base, int64_t num_pages, int64_t tokens, const paged::Pool& pool,
              paged::StepRows* rows) {
   const int64_t count = kv_lens.element_count();
   PAGED_RETURN_IF_ERROR(Expect("kv_lens", kv_lens, ffi::DataType::S32, {count}));
@@ -72,26 +75,34 @@ Error RowsOf(const AnyBuffer& kv_lens, const AnyBuffer& query_offsets, const Any
   const int64_t listed = page_ids.element_count();
   PAGED_RETURN_IF_ERROR(Expect("page_ids", page_ids, ffi::DataType::S32, {listed}));
   *rows = {count,
-           listed,
            Data<int32_t>(kv_lens),
            Data<int32_t>(query_offsets),
            Data<int32_t>(page_offsets),
            Data<int32_t>(page_ids),
            page_base};
-  if (rows->query_offsets[0] != 0 || rows->page_offsets[0] < 0) return Invalid("query or page offsets start below 0");
+  if (rows->query_offsets[0] != 0) return Invalid("query_offsets start at " + std::to_string(rows->query_offsets[0]));
   for (int64_t row = 0; row < count; ++row) {
     const std::string where = "row " + std::to_string(row) + ": ";
     const int64_t queries = int64_t{rows->query_offsets[row + 1]} - rows->query_offsets[row];
     const int64_t first = rows->page_offsets[row], last = rows->page_offsets[row + 1], length = rows->kv_lens[row];
-    if (queries < 0 || rows->query_offsets[row + 1] > tokens) return Invalid(where + "query_offsets");
-    if (queries == 0) continue;
-    if (length == 0) continue;
-    if (length < queries) return Invalid(where + "kv_lens is " + std::to_string(length));
+    if (queries < 0 || rows->query_offsets[row + 1] > tokens) {
+      return Invalid(where + "query_offsets go from " + std::to_string(rows->query_offsets[row]) + " to " +
+                     std::to_string(rows->query_offsets[row + 1]) + " of " + std::to_string(tokens) + " tokens");
+    }
+    if (queries == 0 || length == 0) continue;
+    if (length < queries) {
+      return Invalid(where + "kv_lens is " + std::to_string(length) + ", with " + std::to_string(queries) + " queries");
+    }
     const int64_t pages = (length + pool.page_size - 1) / pool.page_size;
-    if (first > last || last > listed || last - first < pages) return Invalid(where + "page_offsets");
+    if (first < 0 || last > listed || last - first < pages) {
+      return Invalid(where + "page_offsets go from " + std::to_string(first) + " to " + std::to_string(last) + " of " +
+                     std::to_string(listed) + "; kv_lens needs " + std::to_string(pages) + " pages");
+    }
     for (int64_t i = first; i < first + pages; ++i) {
-      const int64_t page = page_base + rows->page_ids[i];
-      if (rows->page_ids[i] < 0 || page < 0 || page >= pool.pages) return Invalid(where + "page " + std::to_string(page) + " does not exist");
+      const int64_t page = rows->page_ids[i];
+      if (page < 0 || page >= num_pages || page_base + page < 0 || page_base + page >= pool.pages) {
+        return Invalid(where + "page " + std::to_string(page) + " does not exist");
+      }
     }
   }
   return Error::Success();
@@ -134,7 +145,9 @@ Error Append(ffi::ThreadPool threads, AnyBuffer keys, AnyBuffer values, AnyBuffe
       return Invalid("new elements of " + Shape(fresh) + " do not fit a pool of " + Shape(stored));
     }
     for (int64_t t = 0; t < tokens; ++t) {
-      if (slot[t] >= pool[0] * pool[1]) return Invalid("token " + std::to_string(t) + ": the slot does not exist");
+      if (slot[t] >= pool[0] * pool[1]) {
+        return Invalid("token " + std::to_string(t) + ": slot " + std::to_string(slot[t]) + " does not exist");
+      }
     }
     moves[i] = {Data<char>(fresh), static_cast<char*>((i ? values_out : keys_out)->untyped_data()),
                 own[1] * own[2] * static_cast<int64_t>(width)};
@@ -160,7 +173,7 @@ Error Attend(ffi::ThreadPool threads, AnyBuffer query, AnyBuffer keys, AnyBuffer
   paged::Pool pool;
   PAGED_RETURN_IF_ERROR(PoolOf(keys, values, kind, &pool));
   const auto dims = query.dimensions();
-  if (dims.size() != 3 || dims[2] != pool.key_dim || pool.kv_heads == 0 || dims[1] % pool.kv_heads) {
+  if (dims.size() != 3 || dims[2] != pool.key_dim || dims[1] % pool.kv_heads) {
     return Invalid("queries of " + Shape(query) + " do not fit a pool of " + Shape(keys));
   }
   const int64_t tokens = dims[0], heads = dims[1], group = heads / pool.kv_heads;
@@ -175,10 +188,11 @@ Error Attend(ffi::ThreadPool threads, AnyBuffer query, AnyBuffer keys, AnyBuffer
   const bool with_sinks = sinks.element_count() != 0;
   PAGED_RETURN_IF_ERROR(Expect("sinks", sinks, ffi::DataType::F32, {with_sinks ? heads : 0}));
   paged::StepRows rows;
-  PAGED_RETURN_IF_ERROR(RowsOf(kv_lens, query_offsets, page_offsets, page_ids, *Data<int32_t>(page_base), tokens, pool,
-                               &rows));
-  const paged::Options options{scale * *Data<float>(key_scale), cap,  window, causal != 0,
-                               with_sinks ? Data<float>(sinks) : nullptr, *Data<float>(value_scale)};
+  PAGED_RETURN_IF_ERROR(RowsOf(kv_lens, query_offsets, page_offsets, page_ids, *Data<int32_t>(page_base), pool.pages,
+                               tokens, pool, &rows));
+  const paged::Options options{
+      scale * *Data<float>(key_scale), cap, window, causal != 0, with_sinks ? Data<float>(sinks) : nullptr,
+      *Data<float>(value_scale)};
   auto* outputs = static_cast<char*>(out->untyped_data());
   auto* lses = static_cast<float*>(lse->untyped_data());
   const int64_t bytes = paged::BytesOf(element), live = rows.query_offsets[rows.rows];
@@ -229,6 +243,7 @@ Error Layers(ffi::ThreadPool threads, AnyBuffer x, AnyBuffer keys, AnyBuffer val
   const int64_t stacked = heads[0], tokens = stream[0];
   auto& s = call.sizes;
   s = {stream[1], up[2], heads[1], heads[2] - 2, heads[3]};
+  if (s.hidden == 0 || s.intermediate == 0) return Invalid("gate_up of " + Shape(gate_up) + " holds nothing");
   if (s.dim % paged::kLanes || s.dim != call.pool.key_dim || s.dim != call.pool.value_dim ||
       s.kv_heads != call.pool.kv_heads || s.group > paged::kMostGroup) {
     return Invalid("qkv of " + Shape(qkv) + " does not fit a pool of " + Shape(keys));
@@ -253,12 +268,13 @@ Error Layers(ffi::ThreadPool threads, AnyBuffer x, AnyBuffer keys, AnyBuffer val
                    " and on, do not exist");
   }
   // The last layer's pages bound those of all.
-  PAGED_RETURN_IF_ERROR(RowsOf(kv_lens, query_offsets, page_offsets, page_ids,
-                               (first_of_pool + count - 1) * num_pages, tokens, call.pool, &call.rows));
+  PAGED_RETURN_IF_ERROR(RowsOf(kv_lens, query_offsets, page_offsets, page_ids, (first_of_pool + count - 1) * num_pages,
+                               num_pages, tokens, call.pool, &call.rows));
   call.write_slots = Data<int32_t>(write_slots);
   for (int64_t t = 0; t < tokens; ++t) {
     if (call.write_slots[t] >= num_pages * call.pool.page_size) {
-      return Invalid("token " + std::to_string(t) + ": the slot does not exist");
+      return Invalid("token " + std::to_string(t) + ": slot " + std::to_string(call.write_slots[t]) +
+                     " does not exist");
     }
   }
   call.eps = eps;
@@ -308,6 +324,8 @@ Error Logits(ffi::ThreadPool threads, AnyBuffer x, AnyBuffer norm, AnyBuffer hea
   if (static_cast<int64_t>(work->element_count()) < 2 * paged::Panels{tokens}.floats(hidden)) {
     return Invalid("work is small");
   }
+  if (hidden == 0) return Invalid("head of " + Shape(head) + " holds nothing");
+  if (tokens == 0 || vocabulary == 0) return Error::Success();
   paged::Team team(threads, Helpers(threads, tokens * hidden * vocabulary));
   paged::Vocabulary(team, Data<float>(x), tokens, Data<float>(norm), eps, Data<float>(head), hidden, vocabulary,
                     static_cast<float*>(work->untyped_data()), static_cast<float*>(logits->untyped_data()));
@@ -317,6 +335,7 @@ Error Logits(ffi::ThreadPool threads, AnyBuffer x, AnyBuffer norm, AnyBuffer hea
 }  // namespace
 
 #pragma GCC visibility push(default)
+// clang-format off: arguments in the order of the functions above, some to a line
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_cpu_append, Append,
                               ffi::Ffi::Bind()
@@ -354,4 +373,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_cpu_logits, Logits,
                                   .Ret<AnyBuffer>().Ret<AnyBuffer>()
                                   .Attr<float>("eps"));
 
+// clang-format on
 #pragma GCC visibility pop

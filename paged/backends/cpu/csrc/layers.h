@@ -191,9 +191,8 @@ inline void Layer(Team& team, const LayerCall& call, const LayerWeights& weights
     Rows(weights.qkv + row * s.hidden, s.hidden, rows, work.y + panels.start(panel, s.hidden), width,
          work.packed + panels.start(panel, s.packed()) + row * width);
   });
-  team.Run(panels.count() * s.kv_heads, [&](int64_t task) {
-    RotateAppend(call, work, panels, task / s.kv_heads, task % s.kv_heads);
-  });
+  team.Run(panels.count() * s.kv_heads,
+           [&](int64_t task) { RotateAppend(call, work, panels, task / s.kv_heads, task % s.kv_heads); });
   const int64_t width = s.group * s.dim;
   AttendAll(
       team, call.pool, call.rows, call.options, items, s.group,

@@ -87,7 +87,7 @@ inline void OneRow(const float* weight, int64_t inputs, const float* x, int64_t 
   for (int c = 0; c < C; ++c) Store(out + c * kLanes, sum[c]);
 }
 
-constexpr int64_t kRows = kWideRegisters ? 12 : 4;  // rows of a tile: accumulators fill the registers
+constexpr int64_t kRows = kWideRegisters ? 12 : 4;     // rows of a tile: accumulators fill the registers
 constexpr int64_t kTogether = kWideRegisters ? 2 : 1;  // vectors of tokens of a tile
 
 // `rows` ≤ kRows rows of a weight times C vectors of a panel.

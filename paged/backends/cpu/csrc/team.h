@@ -47,6 +47,7 @@ class Team {
  public:
   template <typename Pool>
   Team(Pool& pool, int64_t helpers) : state_(std::make_shared<State>()) {
+    state_->caller = std::this_thread::get_id();
     for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state = state_] { Help(*state); });
     helpers_ = helpers;
   }
@@ -82,6 +83,7 @@ class Team {
     alignas(64) std::atomic<int64_t> done{0};
     void (*call)(const void*, int64_t) = nullptr;
     const void* function = nullptr;
+    std::thread::id caller;
   };
 
   static bool Take(State& state) {
@@ -99,6 +101,8 @@ class Team {
   }
 
   static void Help(State& state) {
+    // A pool that is full, or gone, runs what it is given at once: the caller would wait for itself.
+    if (std::this_thread::get_id() == state.caller && state.ticket.load(std::memory_order_acquire) != kOver) return;
     PlainArithmetic plain;
     for (int idle = 0; state.ticket.load(std::memory_order_acquire) != kOver;) {
       if (Take(state)) {

@@ -10,11 +10,12 @@ namespace paged {
 // Pairs of rows woven together within quarters of four, in units of U floats: U = 1 weaves floats, 2 pairs of them.
 template <int U>
 inline void Weave(FloatPart& a, FloatPart& b) {
-  constexpr auto from = [](int i, int second) {  // quarter q holds a's and b's units by turns, of its first or second half
+  constexpr auto from = [](int i,
+                           int second) {  // quarter q holds a's and b's units by turns, of its first or second half
     const int quarter = i / 4, unit = i % 4 / U, within = i % U;
     return quarter * 4 + (second * 2 / U + unit / 2) * U + within + (unit % 2 ? kLanes : 0);
   };
-#define PAGED_ALL(f, s)                                                                                           \
+#define PAGED_ALL(f, s)                                                                                         \
   f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s), f(8, s), f(9, s), f(10, s), f(11, s), \
       f(12, s), f(13, s), f(14, s), f(15, s)
   const FloatPart low = __builtin_shufflevector(a, b, PAGED_ALL(from, 0));

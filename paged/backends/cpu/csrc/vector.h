@@ -1,8 +1,8 @@
 // Sixteen floats at a time: one register of AVX-512, two of AVX, four of anything narrower.
 //
-// Every sum here has an order that depends on nothing but its own terms, and a multiply-add is fused where `Fma` says so
-// and nowhere else (the library is compiled with -ffp-contract=off). So neither the machine's registers nor the compiler
-// reach bits, as long as the machine has fused multiply-add; one without rounds twice, and has bits of its own.
+// Every sum here has an order that depends on nothing but its own terms, and a multiply-add is fused where `Fma` says
+// so and nowhere else (the library is compiled with -ffp-contract=off). So neither the machine's registers nor the
+// compiler reach bits, as long as the machine has fused multiply-add; one without rounds twice, and has its own bits.
 #pragma once
 
 #include <cmath>
@@ -53,8 +53,8 @@ PAGED_INLINE Result ByPart(const Call& call) {
   return result;
 }
 
-#define PAGED_OPERATOR(Result, Operand, sign)                                                      \
-  PAGED_INLINE Result operator sign(const Operand& a, const Operand& b) {                          \
+#define PAGED_OPERATOR(Result, Operand, sign)                               \
+  PAGED_INLINE Result operator sign(const Operand& a, const Operand& b) {   \
     return ByPart<Result>([&](int i) { return a.part[i] sign b.part[i]; }); \
   }
 PAGED_OPERATOR(Floats, Floats, +)
@@ -136,7 +136,7 @@ inline Floats Rsqrt(const Floats& x) {
   });
 }
 
-// e^x within 1.2 units in the last place, subnormal results included; NaN stays NaN, −∞ gives +0.
+// e^x within 1.1 units in the last place, subnormal results included; NaN stays NaN, −∞ gives +0.
 // Reduction by Cody and Waite with ln 2 in two parts; the polynomial of degree 7 is Taylor's with its last two
 // coefficients moved to flatten the error over ±ln 2 / 2.
 inline Floats Exp(Floats x) {
@@ -163,7 +163,7 @@ inline Floats Exp(Floats x) {
   return p * OfBits(one) * OfBits(two);
 }
 
-// Absolute error below 2^-23.
+// Absolute error below 2^-22.
 inline Floats Tanh(const Floats& x) {
   const Floats e = Exp(x + x);
   return Splat(1.0f) - Splat(2.0f) / (e + Splat(1.0f));
