@@ -7,12 +7,15 @@ CACHE ?= $(CURDIR)/.cache/jax
 # Compiled programs are kept between runs; jax stores programs of any compile time with the second variable.
 RUN := JAX_COMPILATION_CACHE_DIR=$(CACHE) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PLATFORMS=cpu
 
+CPU_FILES = --output $(OUT)/cpu.json --html $(OUT)/cpu.html
+
 AITER_VENV ?= .venv-aiter
 AITER_RUN := $(RUN) $(AITER_VENV)/bin/python
 
-.PHONY: help set-up certify certify-aiter certify-aiter-cpu certify-aiter-full test mutants check format clean
+.PHONY: help set-up certify certify-cpu certify-aiter certify-aiter-cpu certify-aiter-full test mutants check format clean
 help:
-	@echo "make certify   certify the reference and the xla backend on 8 virtual CPU devices, into $(OUT)/"
+	@echo "make certify   certify reference, xla and, with a C++ compiler, cpu on 8 virtual CPU devices, into $(OUT)/"
+	@echo "make certify-cpu  the backend cpu alone: its kernels, compiled for this machine"
 	@echo "make certify-aiter-cpu  AITER's steps lowered for ROCm, and over C++ handlers on CPU"
 	@echo "make certify-aiter  AITER's own Triton kernels on CPU, in an environment of their own; -full runs every case"
 	@echo "make test      run the tests"
@@ -41,7 +44,16 @@ certify: $(VENV)/.ready
 	@mkdir -p $(OUT)
 	$(RUN) $(BIN)/paged certify reference --output $(OUT)/reference.json --html $(OUT)/reference.html
 	$(RUN) $(BIN)/paged certify xla --output $(OUT)/xla.json --html $(OUT)/xla.html
-	@echo "certificates: $(OUT)/reference.json $(OUT)/xla.json; pages to look at: $(OUT)/reference.html $(OUT)/xla.html"
+	@rm -f $(OUT)/cpu.json $(OUT)/cpu.html
+	$(RUN) $(BIN)/paged certify cpu $(CPU_FILES) || test $$? -eq 3 -a ! -e $(OUT)/cpu.json  # 3: nothing to compile it with
+	@echo "certificates:" $$(ls $(OUT)/reference.json $(OUT)/xla.json $(OUT)/cpu.json 2>/dev/null)
+	@echo "pages to look at:" $$(ls $(OUT)/reference.html $(OUT)/xla.html $(OUT)/cpu.html 2>/dev/null)
+	@test -e $(OUT)/cpu.json || echo "NOT certified: cpu. Its kernels are C++ and cannot be compiled here, see above."
+
+# Fails where there is no compiler.
+certify-cpu: $(VENV)/.ready
+	@mkdir -p $(OUT)
+	$(RUN) $(BIN)/paged certify cpu $(CPU_FILES)
 
 # What every change is certified by: all of the sharded level, and a tenth of everything.
 certify-quick-%: $(VENV)/.ready

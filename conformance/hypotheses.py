@@ -102,6 +102,8 @@ def explain(
                 answer = answer_of(problem, hypothesis, seen, only)
             except (IndexError, ValueError):
                 continue  # this fault cannot be had here: it leaves the pool
+            if answer.output.shape[-1] != got.shape[-1]:
+                continue  # nor this: keys and values have other widths
             off = _apart(got, answer.output[only])
             agrees = np.ones(struck.shape, bool)
             if lse is not None and hypothesis.same_lse:

@@ -46,6 +46,15 @@ def test_a_factor_is_measured(case_id, spec, clause, said):
     assert said in result.diagnosis
 
 
+def test_values_of_another_width_than_keys_are_judged_to_the_end():
+    vector = generate(CATALOGUE.case("attend/address/bf16/decode/d192-page256-group1/plain"))
+    right, expected = oracle.attend(vector.problem), expectation(vector, NUMERIC_MODELS["N0"])
+    assert right.output.shape[-1] != vector.problem.query.shape[-1]
+    output = right.output * np.linspace(0.5, 1.5, right.output.size).reshape(right.output.shape)
+    result = judge_attend(vector.problem, expected, encode(output, "bfloat16"), right.lse.astype(np.float32), id="x")
+    assert (result.status, result.clause) == ("fail", "attend.1"), result.diagnosis
+
+
 def test_a_factor_that_only_the_lse_shows_is_measured_there():
     result = judged("attend/generic/bf16/soft-cap-1", spec={"soft_cap": 1.01}, lse_only=True)
     assert (result.status, result.clause) == ("fail", "attend.5"), result.diagnosis

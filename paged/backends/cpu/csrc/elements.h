@@ -102,13 +102,16 @@ inline uint16_t ToHalf(float x) {
   return static_cast<uint16_t>(sign | ((size - 0x38000000u + 0xfff + (size >> 13 & 1)) >> 13));
 }
 
-// `count` floats as elements of 16 or 32 bits.
+// `count` floats as elements of 16 or 32 bits; what rounds to zero from below is +0 (attend.10).
 inline void Write(Kind kind, const float* from, int64_t count, void* to) {
   if (kind == Kind::kF32) {
     std::memcpy(to, from, count * sizeof(float));
   } else {
     auto* halves = static_cast<uint16_t*>(to);
-    for (int64_t i = 0; i < count; ++i) halves[i] = kind == Kind::kBF16 ? ToBF16(from[i]) : ToHalf(from[i]);
+    for (int64_t i = 0; i < count; ++i) {
+      const uint16_t half = kind == Kind::kBF16 ? ToBF16(from[i]) : ToHalf(from[i]);
+      halves[i] = half == 0x8000 ? 0 : half;
+    }
   }
 }
 
