@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 
 import jax
@@ -28,9 +29,17 @@ def weights_fingerprint(model: Decoder) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
+def _options(backend: AttentionBackend) -> tuple[tuple[str, str], ...]:
+    """What a backend was made with, where it tells as a dataclass does: two that are made otherwise may compute so."""
+    if not dataclasses.is_dataclass(backend):
+        return ()
+    return tuple((field.name, repr(getattr(backend, field.name))) for field in dataclasses.fields(backend))
+
+
 class Namespaces:
     """The namespaces of one runtime, by who shares them; what computes K and V, and how, is in all of them.
 
+    - `kernels`: whether the backend's kernels run all layers, see `paged.engine.step.Program`.
     - `fingerprint`: of the weights; None computes it when a namespace is first asked for.
     - `tokenizer`: fingerprint of the tokenizer that makes the prompts.
     """
@@ -41,6 +50,7 @@ class Namespaces:
         backend: AttentionBackend,
         sharding: KvSharding | None,
         *,
+        kernels: bool,
         fingerprint: str | None,
         tokenizer: str,
     ):
@@ -48,7 +58,7 @@ class Namespaces:
         self._fingerprint = fingerprint
         self._tokenizer = tokenizer
         self._made: dict[tuple[str | None, ...], CacheNamespace] = {}
-        self._layout, self._backend, self._sharding = layout, backend, sharding
+        self._layout, self._backend, self._sharding, self._kernels = layout, backend, sharding, kernels
 
     def of(self, model: Decoder, tenant: str | None, adapter: str | None, salt: str | None) -> CacheNamespace:
         """The namespace of one tenant's requests to this model, which is the one that was there before or announced
@@ -68,7 +78,8 @@ class Namespaces:
         if self._fingerprint is None:
             self._fingerprint = weights_fingerprint(model)
         config, layout, backend, sharding = model.config, self._layout, self._backend, self._sharding
-        numerics = (backend.name, backend.capabilities.numerics, backend.capabilities.decode_numerics)
+        declared = backend.capabilities
+        numerics = (backend.name, declared.numerics, declared.decode_numerics, _options(backend), self._kernels)
         return CacheNamespace(
             weights=self._fingerprint,
             revision=self.revision,

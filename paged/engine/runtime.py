@@ -63,8 +63,9 @@ class Runtime:
       of the weights, see `LoadedModel.fingerprint`; by default that of `weights_fingerprint`, which reads them all.
       `tokenizer_fingerprint`: of the tokenizer that made the prompts.
 
-    Everything the backend does not declare is refused here, before the pool is built. Raises `UnsupportedError` naming
-    the capability, `InvalidInputError`, or `PoolExhaustedError` with the arithmetic of a pool that does not fit.
+    Everything the backend does not declare is refused here, before the pool is built, and what it compiles or loads
+    before its first step is there. Raises `UnsupportedError` naming the capability, `BackendUnavailableError`,
+    `InvalidInputError`, or `PoolExhaustedError` with the arithmetic of a pool that does not fit.
 
     Three ways in, all of them the same steps: one dispatch, one transfer to the device.
 
@@ -123,10 +124,14 @@ class Runtime:
             batches=("prefill", "decode"),
             platform=device.platform,
         )
+        if (prepare := getattr(backend, "prepare", None)) is not None:
+            prepare()
         stacked = backend.capabilities.pool_layout == "stacked"
-        apart = scan is None and stacked and sharding is None and device.platform == "cpu"
-        apart = apart and not runs_layers(backend, model.config, dtype, self.layout.dtype)
-        program = Program(backend, sharding, device.platform, stacked if scan is None else scan, num_top, apart=apart)
+        alone = scan is not False and stacked and sharding is None
+        kernels = alone and runs_layers(backend, model.config, dtype, self.layout.dtype)
+        apart = alone and scan is None and not kernels and device.platform == "cpu"
+        scan = stacked if scan is None else scan
+        program = Program(backend, sharding, device.platform, scan, num_top, apart=apart, kernels=kernels)
         self.max_tokens = min(self.layout.usable_pages * tokens_per_page, model.config.max_positions)
         if max_request_tokens is not None:
             most = check_int("Runtime", "max_request_tokens", max_request_tokens, minimum=1)
@@ -147,9 +152,8 @@ class Runtime:
         pool = build_pool(self.layout, backend, sharding, device)
         self.runner = DeviceRunner(model, pool, program, max_rows=max_requests, depth=depth)
         self.poisons = poison_freed
-        self._namespaces = Namespaces(
-            self.layout, backend, sharding, fingerprint=fingerprint, tokenizer=tokenizer_fingerprint
-        )
+        hashed = {"fingerprint": fingerprint, "tokenizer": tokenizer_fingerprint}
+        self._namespaces = Namespaces(self.layout, backend, sharding, kernels=kernels, **hashed)
         self._tokens: dict[Handle, list[int]] = {}
         self._steps = PreparedSteps(self.plane, self.runner, self.max_tokens)
 

@@ -35,6 +35,7 @@ class Program:
     """What is static in a step besides its rung: equal programs at equal rungs compile once.
 
     - `apart`: blocks of layers run as programs of their own, see `Apart`; `scan` then says nothing.
+    - `kernels`: the backend's kernels run all layers, on one device, see `paged.models.decoder.runs_layers`.
     - `num_top`: likeliest tokens to report. `level`: `GREEDY`, `RANDOM` or `FILTERED` choice of tokens.
     - `scores_prompt`: whether the log probabilities of the tokens that follow those of the step are computed.
     """
@@ -47,6 +48,7 @@ class Program:
     level: int = GREEDY
     scores_prompt: bool = False
     apart: bool = False
+    kernels: bool = False
 
     def __or__(self, other: Program) -> Program:
         """The program that can do what either can do for its requests."""
@@ -124,7 +126,7 @@ def step(
     Compiles once for each program, rung and structure of the model.
     """
     if not isinstance(model, Apart):
-        return jitted(program.platform)(program, rung, model, pool, previous, packed)
+        return jitted(program.platform, program.kernels)(program, rung, model, pool, previous, packed)
     assert isinstance(pool, KvArrays)
     (begin, block, end), config = jitted_apart(), model.outside.config
     begun, x, rotary = begin(program, rung, model.outside, pool.dtype.name, previous, packed)
@@ -135,9 +137,9 @@ def step(
 
 
 @functools.cache
-def jitted(platform: str) -> Any:
-    """The jitted step with the options that a platform wants."""
-    options = dict(compiler_options(platform)) or None
+def jitted(platform: str, kernels: bool = False) -> Any:
+    """The jitted step with the options that a platform and such programs want."""
+    options = compiler_options(platform, kernels=kernels) or None
     return jax.jit(traced_step, static_argnums=(0, 1), donate_argnums=3, compiler_options=options)
 
 
@@ -165,7 +167,7 @@ def jitted_apart() -> tuple[Any, Any, Any]:
 
 def num_compiled(platform: str) -> int:
     """Programs that steps were compiled to in this process: one a step, or three for one that is `apart`."""
-    return sum(program._cache_size() for program in (jitted(platform), *jitted_apart()))
+    return sum(program._cache_size() for program in (jitted(platform), jitted(platform, True), *jitted_apart()))
 
 
 class _Begun(NamedTuple):
