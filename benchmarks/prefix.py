@@ -102,6 +102,7 @@ def run(args: argparse.Namespace) -> Figures:
         max_request_tokens=-(-longest // 256) * 256,
         max_step_tokens=STEP_TOKENS,
         depth=1,
+        backend=workload.backend_of(args),
         prefixes=True,
     )
     trace = [Arrival(0.0, len(p), n) for p, n in zip(prompts, outputs)]

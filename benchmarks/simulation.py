@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> Figures:
         max_step_tokens=budgets["max_step_tokens"],
         tokens_per_page=size,
         depth=1,
+        backend=workload.backend_of(args),
     )
     samples: list[dict[str, float]] = []
     for name in ("mixed24", "short32"):  # every shape of either trace is compiled before anything is measured

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from benchmarks.decode_step import LLAMA_8B, llama_config
-from paged import get_backend
 from paged.backends.protocol import AttentionBackend
+from paged.cli.arguments import option
+from paged.cli.backend import ready
 from paged.common import AttentionSpec, CacheNamespace, StorageLayout
 from paged.common.page_table import pages_for
 from paged.control import ControlPlane, Driver, PrefixIndex, ShapeLadders
@@ -52,7 +53,9 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
         help="small (random, 16M weights), 8b (random bfloat16, Llama-3.1-8B sizes), or what load_model takes (small)",
     )
     parser.add_argument("--backend", default="xla", help="who computes the paged arm's attention (xla)")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend")
+    parser.add_argument(
+        "--option", type=option, action="append", default=[], metavar="NAME=VALUE", help="of the backend"
+    )
 
 
 def load_weights(name: str) -> Decoder:
@@ -68,7 +71,7 @@ def load_weights(name: str) -> Decoder:
 
 def backend_of(args: argparse.Namespace) -> AttentionBackend:
     """The backend that `add_model_argument`'s options name."""
-    return get_backend(args.backend, **dict(pair.split("=", 1) for pair in args.option))
+    return ready(args.backend, args.option)
 
 
 def load_trace(name: str) -> list[Arrival]:

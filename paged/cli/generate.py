@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paged.cli.arguments import count, nonnegative
+from paged.cli.arguments import count, nonnegative, option
+from paged.cli.backend import ready
 
 if TYPE_CHECKING:
     from paged.backends.sharding import KvSharding
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and activations")
     add("--kv-dtype", metavar="NAME", help="element type of the pool (that of --dtype)")
     add("--backend", default="xla", metavar="NAME", help="attention backend (xla)")
+    add("--option", type=option, action="append", default=[], metavar="NAME=VALUE", help="of the backend")
     add("--tensor-parallel", type=count, default=1, metavar="N", help="devices over which heads are laid (1)")
     add("--tokens-per-page", type=count, default=16, metavar="N", help="page size (16)")
     size = parser.add_mutually_exclusive_group()
@@ -263,6 +265,7 @@ def _loaded(
     from paged.models.checkpoint import load_model
 
     use_compile_cache()
+    backend = ready(args.backend, args.option)
     started = time.perf_counter()
     loaded = load_model(
         args.model,
@@ -289,7 +292,7 @@ def _loaded(
     return OfflineEngine(
         loaded.model,
         loaded.tokenizer,
-        args.backend,
+        backend,
         invariant=args.invariant,
         prefix_cache=args.prefix_cache,
         max_logprobs=max(params.num_top for params in every),

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from paged.cli.backend import ready
 from paged.cli.progress import Progress
 from paged.common.errors import InvalidInputError
 from paged.common.page_table import pages_for
@@ -63,6 +64,7 @@ def measured_run(args: argparse.Namespace, trace: Sequence[Arrival], progress: P
     import jax
 
     use_compile_cache()
+    backend = ready(args.backend, args.option)
     loaded = load_model(
         args.measure,
         dtype=args.dtype,
@@ -78,7 +80,7 @@ def measured_run(args: argparse.Namespace, trace: Sequence[Arrival], progress: P
     def runtime(depth: int) -> Runtime:
         return Runtime(
             loaded.model,
-            args.backend,
+            backend,
             num_pages=num_pages,
             tokens_per_page=args.tokens_per_page,
             max_requests=rows,

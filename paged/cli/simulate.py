@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paged.cli.arguments import count, nonnegative, positive
+from paged.cli.arguments import count, nonnegative, option, positive
 
 if TYPE_CHECKING:
     from paged.control.cost import CostModel
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--measure-requests", type=count, metavar="N", help="how many of them (8)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of that model (float32)")
     add("--backend", metavar="NAME", help="attention backend of that model (xla)")
+    add("--option", type=option, action="append", metavar="NAME=VALUE", help="of that backend")
     add("--write-cost", metavar="FILE", help="with --measure: keep the fitted cost there, for --cost")
     add("--json", action="store_true", help="print the report as JSON")
     add("--quiet", action="store_true", help="no progress on stderr")
@@ -127,13 +128,13 @@ def _of_the_measured_run(args: argparse.Namespace) -> None:
     if args.measure is None:
         if args.write_cost:
             raise InvalidInputError("--write-cost keeps what --measure fits; give --measure MODEL.")
-        for name in ("measure_requests", "dtype", "backend"):
+        for name in ("measure_requests", "dtype", "backend", "option"):
             if getattr(args, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
                 raise InvalidInputError(f"{flag} is of the run that --measure makes; give --measure MODEL.")
     args.measure_requests = args.measure_requests or 8
     args.dtype = args.dtype or "float32"
-    args.backend = args.backend or "xla"
+    args.backend, args.option = args.backend or "xla", args.option or []
 
 
 def _cost(path: str | None) -> CostModel:

@@ -34,6 +34,53 @@ def test_refusals_are_one_line_and_status_2(capsys, arguments, message):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--backend", "none"], "no backend is registered as 'none'; known: "),
+        (
+            ["--backend", "cpu", "--option", "layers=three"],
+            "CpuBackend.layers must be one of kernels, xla; got 'three'",
+        ),
+        (["--backend", "cpu", "--option", "speed=3"], "backend 'cpu' does not take these options: "),
+        (["--option", "a=1", "--option", "a=2"], "--option a is there 2 times. Give it once."),
+        (["--backend", "cpu"], "the CPU kernels are not built for this machine in "),
+    ],
+)
+def test_a_backend_that_cannot_be_had_is_refused_before_weights_are_loaded(
+    capsys, monkeypatch, tmp_path, options, message
+):
+    from paged.backends.cpu import library
+
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PAGED_CPU_DIR", str(tmp_path))
+    assert status("--model", "smollm2", "--prompt", "x", *options) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"paged generate: {message}")
+    assert err.count("\n") == 1
+
+
+def test_an_option_reaches_the_backend(capsys, monkeypatch, directory):
+    from paged.cli import backend
+
+    made = []
+
+    def ready(name, options):
+        made.append((name, options))
+        return found(name, options)
+
+    found = backend.ready
+    monkeypatch.setattr(generate, "ready", ready)
+    arguments = ["--model", directory, "--prompt", "x", "--max-tokens", "1", "--quiet", "--step-tokens", "8"]
+    assert status(*arguments, "--backend", "cpu", "--option", "layers=xla") == 0
+    assert made == [("cpu", [("layers", "xla")])]
+    with pytest.raises(SystemExit, match="2"):
+        status(*arguments, "--option", "layers")
+    assert "argument --option: must be NAME=VALUE, got 'layers'" in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named_with_the_command_that_installs_it(capsys, monkeypatch):
     from paged.models.checkpoint import resolve
 

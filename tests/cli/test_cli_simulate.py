@@ -166,7 +166,7 @@ def test_a_measured_run_may_share_prefixes(capsys, directory, tmp_path):
 def test_what_belongs_to_a_measured_run_is_refused_without_one(capsys):
     status, _, err = run(capsys, "--requests", "3", "--num-pages", "9", "--write-cost", "c")
     assert (status, err) == (2, "paged simulate: --write-cost keeps what --measure fits; give --measure MODEL.\n")
-    for flag, value in (("--measure-requests", "4"), ("--dtype", "float32"), ("--backend", "xla")):
+    for flag, value in (("--measure-requests", "4"), ("--dtype", "float32"), ("--backend", "xla"), ("--option", "a=1")):
         status, _, err = run(capsys, "--requests", "3", "--num-pages", "9", flag, value)
         said = f"paged simulate: {flag} is of the run that --measure makes; give --measure MODEL.\n"
         assert (status, err) == (2, said)
