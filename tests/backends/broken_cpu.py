@@ -27,7 +27,7 @@ from paged.backends.cpu import CpuBackend, library, ops
 from paged.common.errors import BackendUnavailableError
 
 TARGETS = ("paged_cpu_append", "paged_cpu_attend")
-FLAGS = ("-std=c++17", "-O0", "-fPIC", "-shared", "-pthread", "-fno-gnu-unique")
+FLAGS = (*(flag for flag in library.FLAGS if not flag.startswith(("-O", "-W"))), "-O0", "-fno-gnu-unique")
 """Of the libraries with faults; the last keeps what one of them has built from being taken for another's."""
 
 

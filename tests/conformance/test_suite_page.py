@@ -114,7 +114,7 @@ def test_a_compiled_library_is_named_at_the_top():
     assert "<b>Library</b>" not in page.render(made)
     made["body"]["backend"]["build"] = {"library": "sha256:ab", "compiler": "c++ 1", "flags": ["-O3", "-fPIC"]}
     text = page.render(made)
-    assert "<code>sha256:ab</code>, compiled by c++ 1." in text
+    assert "<code>sha256:ab</code>, compiled by c++ 1;" in text
     assert "<dt>build flags</dt><dd>-O3, -fPIC</dd>" in text
     made["body"]["backend"]["build"] = "no mapping"
     assert "<b>Library</b>" not in page.render(made)
