@@ -58,6 +58,7 @@ class KvPool:
             )
         self._geometry = _Geometry(layout, backend, sharding)
         self._arrays: PoolArrays | None = _zeros_program(self._geometry, device)()
+        self._lost = ""
 
     @property
     def layout(self) -> StorageLayout:
@@ -71,7 +72,12 @@ class KvPool:
 
     @property
     def arrays(self) -> PoolArrays:
-        """The live arrays, to be read. Raises `DonatedPoolError` once they were donated, by whomever."""
+        """The live arrays, to be read. Raises `DonatedPoolError` once they were donated, by whomever, or lost."""
+        if self._lost:
+            raise DonatedPoolError(
+                f"a step that had been given the pool failed on the device, and what the pool held is lost: "
+                f"{self._lost} Build a new Runtime or engine."
+            )
         if self._arrays is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._arrays)):
             raise DonatedPoolError(
                 "this pool handle was donated: a step took its buffers. Use the pool that the step returned."
@@ -84,11 +90,20 @@ class KvPool:
         self._arrays = None
         return arrays
 
+    def lose(self, error: BaseException) -> None:
+        """A step that writes these arrays failed: from here on this handle is dead, and says why."""
+        self._arrays, self._lost = None, self._lost or f"{str(error).strip().removesuffix('.')}."
+
+    @property
+    def lost(self) -> bool:
+        """Whether a step that writes these arrays failed."""
+        return bool(self._lost)
+
     def holding(self, arrays: PoolArrays) -> KvPool:
         """A live handle of the same geometry on `arrays`, which a step returned."""
         pool = object.__new__(KvPool)
         pool._geometry = self._geometry
-        pool._arrays = arrays
+        pool._arrays, pool._lost = arrays, ""
         return pool
 
     def step(self, donating: Callable[[PoolArrays], tuple[PoolArrays, _Result]]) -> tuple[KvPool, _Result]:

@@ -145,6 +145,8 @@ class DeviceRunner:
 
     def poison(self, pages: np.ndarray) -> None:
         """Debugging: fill pages with NaN in every layer."""
+        if self.pool.lost:  # and whoever gives its pages back has no need to hear of it
+            return
         self.programs.expect("poison", self.pool.batch_size(len(pages)))
         self.pool = self.pool.poison(pages)
 
@@ -260,7 +262,11 @@ class DeviceRunner:
     def _read(self, ticket: Ticket) -> tuple[list[Token | None], list[int]]:
         """Tokens of a step, and the rows that should have one and whose logits were not finite."""
         began = time.perf_counter()
-        host, prompt = jax.device_get(ticket.scored)
+        try:
+            host, prompt = jax.device_get(ticket.scored)
+        except jax.errors.JaxRuntimeError as error:
+            self.pool.lose(error)  # the device had it when it failed
+            raise
         packed, self._free_at = ticket.packed, time.perf_counter()
         self.traces.append(dataclasses.replace(ticket.trace, wait_s=self._free_at - began))
         rows = np.flatnonzero(packed.samples)

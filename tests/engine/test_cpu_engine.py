@@ -8,8 +8,8 @@ import pytest
 
 from paged import get_backend
 from paged.backends.cpu import library
-from paged.common import AttentionSpec, BackendUnavailableError
-from paged.engine import OfflineEngine, Runtime, SamplingParams
+from paged.common import AttentionSpec, BackendUnavailableError, DonatedPoolError
+from paged.engine import OfflineEngine, Runtime, SamplingParams, runner
 from paged.engine.step import num_compiled
 from paged.models import shard_decoder
 
@@ -132,6 +132,32 @@ def test_one_whose_logits_are_not_finite_fails_alone(make_engine, model, prompts
         assert [o.finish_reason for o in outputs] == ["length", "error", "length", "length"]
         assert [bits(o) for o in outputs if not o.error] == [alone[i, GREEDY] for i in (5, 3, 1)]
     assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_fails_on_the_device_takes_the_pool_along_and_later_ones_say_so(
+    make_engine, prompts, monkeypatch, depth
+):
+    engine, run = make_engine(depth=depth), runner.step
+
+    def broken(program, rung, model, pool, previous, packed):
+        packed = packed.copy()
+        packed[-rung.listed_pages - rung.tokens :] = 10**6  # lengths and pages that no pool has
+        return run(program, rung, model, pool, previous, packed)
+
+    engine.batch_inference(prompts[:1], GREEDY)
+    monkeypatch.setattr(runner, "step", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="row 0: page_offsets"):
+        engine.batch_inference(prompts, GREEDY)
+    monkeypatch.setattr(runner, "step", run)
+    assert engine.interruption is not None
+    for _ in range(2):
+        with pytest.raises(
+            DonatedPoolError, match=r"and what the pool held is lost: .*row 0: .*\. Build a new Runtime"
+        ):
+            engine.batch_inference(prompts, GREEDY)
+    assert engine.idle
+    assert engine.runtime.plane.num_open == engine.runtime.plane.leaked_pages() == 0
 
 
 def test_other_weights_are_used_at_once(make_engine, model, prompts):
