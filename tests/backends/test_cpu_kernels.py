@@ -79,12 +79,12 @@ def test_layers_and_logits_are_those_of_the_model(name):
 
 
 SMALL = ((100, 150, 2, 3, 16), (GLOBAL, LOCAL))
-COMPANY = {"rows": 6, "tokens": 97, "listed_pages": 110, "max_query_len": 97, "max_kv_len": 110}
+COMPANY = {"rows": 6, "tokens": 150, "listed_pages": 110, "max_query_len": 150, "max_kv_len": 110}
 
 
 def one_request():
-    """40 tokens of one request."""
-    return Row(0, np.random.default_rng(3).integers(3, 203, 40).tolist(), [])
+    """90 tokens of one request: two blocks of positions."""
+    return Row(0, np.random.default_rng(3).integers(3, 203, 90).tolist(), [])
 
 
 def chunks(model, page, pages, cuts, company=(), backend=KERNELS):
@@ -100,17 +100,17 @@ def chunks(model, page, pages, cuts, company=(), backend=KERNELS):
 
 def test_a_tokens_bits_depend_on_its_own_row_alone():
     model = model_of(*SMALL)
-    alone = chunks(model, 4, list(range(1, 11)), [0, 40])
+    alone = chunks(model, 4, list(range(1, 24)), [0, 90])
     rng = np.random.default_rng(4)
-    elsewhere = rng.permutation(np.arange(11, 60))[:20].tolist()
-    others = [Row(0, rng.integers(3, 203, 17).tolist(), list(range(60, 70))), Row(30, [9], list(range(70, 80)))]
-    many = [*others, *(Row(20, rng.integers(3, 203, 9).tolist(), list(range(p, p + 8))) for p in (80, 90))]
+    elsewhere = rng.permutation(np.arange(24, 70))[:45].tolist()
+    others = [Row(0, rng.integers(3, 203, 17).tolist(), list(range(70, 75))), Row(30, [9], list(range(75, 83)))]
+    many = [*others, *(Row(20, rng.integers(3, 203, 9).tolist(), list(range(p, p + 8))) for p in (83, 91))]
     found = {
-        "among others": chunks(model, 4, elsewhere[:10], [0, 40], others),
-        "in chunks": chunks(model, 4, elsewhere[:10], [0, 1, 17, 18, 19, 40], many),
-        "token by token": chunks(model, 4, elsewhere[:10], [0, 30, *range(31, 41)]),
-        "on pages of 2": chunks(model, 2, elsewhere, [0, 40]),
-        "on pages of 16": chunks(model, 16, [7, 3, 5], [0, 23, 40]),
+        "among others": chunks(model, 4, elsewhere[:23], [0, 90], others),
+        "in chunks": chunks(model, 4, elsewhere[:23], [0, 1, 17, 18, 19, 50, 80, 90], many),
+        "token by token": chunks(model, 4, elsewhere[:23], [0, 82, *range(83, 91)]),
+        "on pages of 2": chunks(model, 2, elsewhere, [0, 90]),
+        "on pages of 16": chunks(model, 16, [7, 3, 5, 4, 9, 2], [0, 73, 90]),
     }
     for name, parts in found.items():
         for part, wanted in zip(parts, alone):
