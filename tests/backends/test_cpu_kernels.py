@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from layer_steps import Row, drawn_decoder, random_pool, run, scattered, table_of, written
 
+from paged.backends import native
 from paged.backends.cpu import CpuBackend, ops
 from paged.backends.metadata import table_arrays
 from paged.backends.protocol import AttentionExtras, KvArrays, LayerAt, LayerSizes, LayerWeights, Rung
@@ -124,13 +126,31 @@ def digest():
     return hashlib.sha256(b"".join(x.tobytes() for x in step)).hexdigest()
 
 
-def test_one_thread_and_several_give_the_same_bits():
+def digest_elsewhere(before, **env):
+    """`digest` in a process that runs `before` first."""
     here = Path(__file__).parent
-    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\nimport test_cpu_kernels as t\n"
-    code += "print(t.digest())"
-    env = os.environ | {"PYTHONPATH": f"{here}:{here.parents[1]}", "JAX_NUM_CPU_DEVICES": "1"}
+    code = f"import os\n{before}\nimport test_cpu_kernels as t\nprint(t.digest())"
+    env = os.environ | {"PYTHONPATH": f"{here}:{here.parents[1]}"} | env
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
-    assert run.stdout.strip() == digest(), run.stderr
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_one_thread_and_several_give_the_same_bits():
+    assert digest_elsewhere("os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])") == digest()
+
+
+@pytest.mark.skipif(not {"avx2", "fma"} <= set(native.machine().split()), reason="compiled for AVX2")
+def test_narrower_registers_and_another_optimization_give_the_same_bits(tmp_path):
+    before = """
+from paged.backends import native
+from paged.backends.cpu import library
+native.NATIVE_FLAGS = ("-march=x86-64-v3",)
+library.FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in library.FLAGS)
+"""
+    assert digest_elsewhere(before, PAGED_CPU_DIR=str(tmp_path)) == digest()
+    (manifest,) = tmp_path.glob("*/*/manifest.json")
+    assert {"-O1", "-march=x86-64-v3"} <= set(json.loads(manifest.read_text())["flags"])
 
 
 def test_a_nan_stays_in_its_row():
