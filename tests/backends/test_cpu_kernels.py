@@ -212,12 +212,14 @@ BAD_TABLES = {
 }
 
 
-def attend(table, *, query=(6, 6, 8), sinks=None):
+def attend(table, *, query=(6, 6, 8), sinks=None, ill=()):
     rng = np.random.default_rng(0)
     keys, values = (jnp.asarray(rng.standard_normal((12, 4, 2, 8), np.float32)).view(jnp.uint32) for _ in range(2))
     pool = KvArrays(keys, values, words_of="float32")
     extras = AttentionExtras(sinks=sinks)
-    out, lse = ops.attend(jnp.ones(query, jnp.float32), pool, 0, table, GLOBAL, extras)
+    out, lse = ops.attend(
+        jnp.ones(query, jnp.float32).at[jnp.asarray(ill, jnp.int32)].set(jnp.nan), pool, 0, table, GLOBAL, extras
+    )
     return np.asarray(out), np.asarray(lse)
 
 
@@ -243,6 +245,14 @@ def test_attention_gives_padding_zeros_and_no_logits():
     assert not out[4:].view(np.uint32).any()
     assert (lse[4:] == -np.inf).all()
     assert np.isfinite(lse[:4]).all()
+
+
+def test_a_query_whose_logits_are_all_nan_gets_nan_and_no_other_does():
+    (out, lse), (clean, clean_lse) = attend(small_table(), ill=[1]), attend(small_table())
+    assert np.isnan(out[1]).all()
+    assert np.isnan(lse[1]).all()
+    np.testing.assert_array_equal(np.delete(out, 1, 0), np.delete(clean, 1, 0))
+    np.testing.assert_array_equal(np.delete(lse, 1, 0), np.delete(clean_lse, 1, 0))
 
 
 def layers(table, *, slots=(-1,) * 6, counter=0, count=2, pages=24, **changes):
