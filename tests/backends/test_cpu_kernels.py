@@ -80,7 +80,7 @@ def test_layers_and_logits_are_those_of_the_model(name):
         np.testing.assert_array_equal(padding, embedded, "the residual stream of padding is left as it came")
 
 
-SMALL = ((100, 150, 2, 3, 16), (GLOBAL, LOCAL))
+SMALL = ((100, 150, 2, 3, 16), (GLOBAL, AttentionSpec(scale=0.3, window=70, soft_cap=4.0)))
 COMPANY = {"rows": 6, "tokens": 150, "listed_pages": 110, "max_query_len": 150, "max_kv_len": 110}
 
 
