@@ -46,7 +46,7 @@ class PageLedger:
         """`count` pages, of which `has` was asked before; evicts no more of the index than is short."""
         short = count - self.allocator.num_free
         if short > 0 and self.prefixes is not None:
-            self._free(self.prefixes.evict(short, self._pinned()))
+            self._drop(self.prefixes.evict(short, self._pinned()))
         pages = self.allocator.allocate(count)
         if pages is None:
             raise InternalError(f"PageLedger: {count} pages were promised, {self.allocator.num_free} are free.")

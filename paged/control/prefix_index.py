@@ -121,35 +121,47 @@ class PrefixIndex:
         return bool(self._parent[page] == parent) and self._content[page] == (root, content)
 
     def evictable(self, pinned: np.ndarray) -> np.ndarray:
-        """(num_pages,) bool: pages that eviction may take, leaves first, while `pinned` (num_pages,) ones must stay.
-
-        A page stays as long as a page below it stays.
-        """
-        stays = self._held & pinned
-        above = self._parent[stays]
-        while above.shape[0]:
-            above = above[~stays[above] & (above != SENTINEL_PAGE)]
-            stays[above] = True
-            above = self._parent[above]
-        return self._held & ~stays
+        """(num_pages,) bool: pages that eviction may take while `pinned` (num_pages,) ones must stay where they are."""
+        return self._held & ~pinned
 
     def evict(self, count: int, pinned: np.ndarray) -> np.ndarray:
-        """Forget up to `count` unpinned pages, each time the leaf that was used longest ago; returns them (int32)."""
+        """Forget up to `count` unpinned pages, each time the leaf that was used longest ago.
+
+        Where no leaf is left but pinned ones, the one of those below an unpinned page that was used longest ago is
+        forgotten, too, and does not count: its holder has computed what is above it once more for itself, and would
+        keep pages that nobody holds. Returns all that were forgotten, in order.
+        """
         free = self._held & ~pinned
         leaves = np.flatnonzero(free & (self._children == 0))
         if leaves.shape[0] > count > 0:  # a parent was used no earlier than its child, so older leaves go first
             leaves = leaves[np.argpartition(self._last_used[leaves], count - 1)[:count]]
         heap = list(zip(self._last_used[leaves].tolist(), leaves.tolist()))
         heapq.heapify(heap)
-        evicted: list[int] = []
-        while heap and len(evicted) < count:
-            _, page = heapq.heappop(heap)
+        forgotten: list[int] = []
+        while count > 0:
+            if heap:
+                page = heapq.heappop(heap)[1]
+                count -= 1
+            elif (below := self._pinned_leaves(pinned)).shape[0]:
+                page = int(below[np.argmin(self._last_used[below])])
+            else:
+                break
             parent = int(self._parent[page])
             self._forget(page)
-            evicted.append(page)
+            forgotten.append(page)
             if parent != SENTINEL_PAGE and free[parent] and self._children[parent] == 0:
                 heapq.heappush(heap, (int(self._last_used[parent]), parent))
-        return np.array(evicted, np.int32)
+        return np.array(forgotten, np.int32)
+
+    def _pinned_leaves(self, pinned: np.ndarray) -> np.ndarray:
+        """Pinned pages with nothing below them and an unpinned page above them."""
+        leaves = np.flatnonzero(self._held & pinned & (self._children == 0))
+        found = np.zeros(leaves.shape, np.bool_)
+        above = self._parent[leaves]
+        while above.any():
+            found |= (above != SENTINEL_PAGE) & ~pinned[above]
+            above = self._parent[above]  # the sentinel's is the sentinel
+        return leaves[found]
 
     def clear(self) -> np.ndarray:
         """Forget every page; returns them (int32)."""

@@ -93,17 +93,23 @@ class PlaneModel:
         return [r for r, c in at(self.requests.values()) if id(r) in writers or r.pages[c] in written]
 
     def evictable(self) -> set[tuple[int, ...]]:
-        stay = {key for key, node in self.index.items() if node.page.holders != {INDEX} or node.page.steps}
-        above = {key[:n] for key in stay for n in range(self.size, len(key), self.size)}
-        return self.index.keys() - stay - above
+        return {key for key, node in self.index.items() if node.page.holders == {INDEX} and not node.page.steps}
 
     def available(self) -> int:
         return self.free() + len(self.evictable())
 
     def evict(self, count: int) -> None:
-        for _ in range(count):
-            parents = {key[: -self.size] for key in self.index}
-            leaf = min((k for k in self.evictable() if k not in parents), key=lambda k: self.index[k].used)
+        while count:
+            parents, free = {key[: -self.size] for key in self.index}, self.evictable()
+            leaves = [k for k in free if k not in parents]
+            if leaves:
+                count -= 1
+            else:  # somebody holds what is below a page that nobody holds
+                above = {
+                    k: {k[:n] for n in range(self.size, len(k), self.size)} for k in self.index if k not in parents
+                }
+                leaves = [k for k, keys in above.items() if keys & free]
+            leaf = min(leaves, key=lambda k: self.index[k].used)
             self.let_go(INDEX, [self.index.pop(leaf).page])
 
     def take(self, batch: Batch) -> None:

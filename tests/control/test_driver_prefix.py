@@ -64,6 +64,20 @@ def test_other_tenants_and_requests_without_a_namespace_share_nothing():
     assert len(published(driver, runner)) == 6
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_pages_that_nobody_holds_are_had_whatever_hangs_below_them(depth):
+    # Both are computed at once. The second's third page is published below the first's two, which it does not hold.
+    driver, runner = make_driver(num_pages=10, max_requests=2, depth=depth, prefixes=True)
+    short, long = [*PROMPT[:8], 20, 21, 22, 23], [*PROMPT[:8], 30, 31, 32, 33]
+    keys = [driver.submit(short, 1, namespace=SPACE), driver.submit(long, 20, namespace=SPACE)]  # 8 of 9 pages
+    results = run(driver)
+    assert [results[key].tokens for key in keys] == [expected(short, 1)[0], expected(long, 20)[0]]
+    assert [fed(runner, key)[0][0] for key in keys] == [0, 0]
+    assert driver.counters.preemptions == 0
+    assert driver.plane.leaked_pages() == 0
+    assert driver.plane.cached_tokens(SPACE, [*long, 0]) == 12  # what it fed it publishes at its end, on its own
+
+
 @pytest.mark.parametrize("end", ["preempt", "abort"])
 def test_being_preempted_or_aborted_publishes_nothing_generated(end):
     driver, runner = make_driver(num_pages=8, max_requests=2, prefixes=True)

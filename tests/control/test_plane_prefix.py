@@ -183,10 +183,18 @@ def test_a_duplicate_stays_private_and_what_follows_it_is_adopted_below_the_orig
     assert plane.publish(b, SPACE, [1, 2, 3, 4, 5, 6, 7, 8, 9]).tolist() == [4]
     assert plane.cached_tokens(SPACE, [1, 2, 3, 4, 5, 6, 7, 8, 0]) == 8
     plane.release(a)
-    # The first page is nobody's but the index's; it stays for the one below it, which b holds.
-    assert plane.available_pages == 12 - 3 - 1
-    assert plane.release(b).tolist() == [3, 5]
-    assert plane.available_pages == 12
+    # The first page is nobody's but the index's, which gives it back although b holds the one below it.
+    assert plane.available_pages == 12 - 3
+    c = plane.open()
+    checked(plane.prepare([Slice(c, 0, 4 * 8)], lambda pages: None))
+    assert plane.cached_tokens(SPACE, [1, 2, 3, 4, 5, 6, 7, 8, 0]) == 8
+    plane.verify()
+    d = plane.open()
+    checked(plane.prepare([Slice(d, 0, 4)], lambda pages: None))
+    assert (plane.available_pages, plane.retained_pages(), plane.cached_tokens(SPACE, [1, 2, 3, 4, 5])) == (0, 0, 0)
+    plane.verify()
+    assert plane.release(b).tolist() == [3, 4, 5]  # nothing of it is in the index any more
+    assert plane.leaked_pages() == 0
     plane.verify()
 
 

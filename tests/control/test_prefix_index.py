@@ -114,16 +114,34 @@ def test_eviction_takes_the_leaf_that_was_used_longest_ago():
     index.verify()
 
 
-def test_a_pinned_page_keeps_itself_and_all_above_it():
+def test_a_pinned_page_keeps_itself_and_nothing_above_it():
     index = make_index()
     index.insert(SPACE, [1, 1, 2, 2, 3, 3], pages(1, 2, 3))
     index.insert(SPACE, [1, 1, 4, 4], pages(9, 4))
     pinned = NOBODY.copy()
     pinned[2] = True
-    assert np.flatnonzero(index.evictable(pinned)).tolist() == [3, 4]
-    assert sorted(index.evict(9, pinned).tolist()) == [3, 4]
+    assert np.flatnonzero(index.evictable(pinned)).tolist() == [1, 3, 4]
+    assert index.evict(2, pinned).tolist() == [3, 4]
     index.verify()
-    assert np.flatnonzero(index.evictable(NOBODY)).tolist() == [1, 2]
+    assert index.evict(9, pinned).tolist() == [2, 1]  # the pinned page leaves the index before the one above it
+    assert len(index) == 0
+    index.verify()
+
+
+def test_pinned_pages_are_forgotten_only_below_unpinned_ones_and_those_used_longest_ago_first():
+    index = make_index()
+    index.insert(SPACE, [1, 1, 2, 2, 3, 3], pages(1, 2, 3))
+    index.insert(SPACE, [1, 1, 4, 4], pages(9, 4))
+    index.insert(SPACE, [5, 5, 6, 6], pages(5, 6))
+    index.insert(SPACE, [7, 7], pages(7))
+    index.touch(index.match(SPACE, [1, 1, 2, 2, 3, 3, 0]))
+    pinned = NOBODY.copy()
+    pinned[[2, 3, 4, 6, 7]] = True
+    assert index.evict(1, pinned).tolist() == [4, 6, 5]  # 4 was used before 6, and alone freed nothing
+    assert index.evict(1, pinned).tolist() == [3, 2, 1]
+    assert index.evict(1, pinned).tolist() == []
+    assert np.flatnonzero(index.held).tolist() == [7]
+    index.verify()
 
 
 def test_what_is_evictable_is_what_eviction_gets():
@@ -137,12 +155,17 @@ def test_what_is_evictable_is_what_eviction_gets():
             free = [page for page in free if page not in adopted.tolist()]
         pinned = rng.random(32) < rng.choice([0.0, 0.1, 0.4])
         expected = np.flatnonzero(index.evictable(pinned)).tolist()
-        part = rng.integers(0, len(expected) + 1)
-        first = index.evict(int(part), pinned).tolist()
-        assert len(first) == part
-        index.verify()
-        assert sorted([*first, *index.evict(99, pinned).tolist()]) == expected
-        index.verify()
+        part = int(rng.integers(0, len(expected) + 1))
+        gone: list[int] = []
+        for count in (part, 99):
+            found = index.evict(count, pinned).tolist()
+            assert len([page for page in found if not pinned[page]]) == min(count, len(expected) - len(gone))
+            gone += [page for page in found if not pinned[page]]
+            index.verify()
+        assert sorted(gone) == expected
+        kept = np.flatnonzero(index.held)
+        assert pinned[kept].all()  # and what hangs below nobody's page is gone
+        assert all(index.evict(1, pinned).shape[0] == 0 for _ in range(2))
 
 
 def test_scenario_c16_an_evicted_page_loses_its_key():
