@@ -223,6 +223,17 @@ inline void FindRows(const char* stored, Kind kind, int64_t dim, int64_t width, 
   }
 }
 
+// Asks for a block's keys or values of several heads, token by token as they lie, into the second level of cache. Head
+// by head, as they are needed, hardware does not foresee them: that way reading is 1.2 times as slow.
+inline void Fetch(const char* stored, int64_t bytes, int64_t kv_heads, int64_t kv_head, int64_t heads,
+                  const int64_t* slots, int64_t from, int64_t to) {
+  constexpr int64_t kLine = 64;
+  for (int64_t j = from; j < to; ++j) {
+    const char* row = stored + (slots[j] * kv_heads + kv_head) * bytes;
+    for (int64_t i = 0; i < heads * bytes; i += kLine) __builtin_prefetch(row + i, 0, 2);
+  }
+}
+
 // A block's keys of one head, transposed: (dim, positions). Positions outside from .. to − 1 hold zeros.
 inline void GatherKeys(const Pool& pool, const int64_t* slots, int64_t kv_head, int64_t from, int64_t to,
                        const Scratch& scratch) {
@@ -326,6 +337,10 @@ inline void Attend(const Pool& pool, const StepRows& rows, const Options& option
     for (int64_t j = from; j < to; ++j) {
       slots[j] = (pages[page] + rows.page_base) * pool.page_size + slot;
       if (++slot == pool.page_size) slot = 0, ++page;
+    }
+    if (heads > 1) {
+      Fetch(pool.keys, pool.key_dim * BytesOf(pool.kind), pool.kv_heads, kv_head, heads, slots, from, to);
+      Fetch(pool.values, pool.value_dim * BytesOf(pool.kind), pool.kv_heads, kv_head, heads, slots, from, to);
     }
     Seen seen[kMostTokens];
     bool whole = true;
