@@ -318,7 +318,7 @@ def test_the_loaded_library_says_what_it_is(build, sources, monkeypatch):
 def test_a_library_without_its_targets_and_one_that_cannot_be_loaded_are_refused(build, monkeypatch, tmp_path):
     monkeypatch.setenv("PAGED_CPU_DIR", str(build.directory))
     monkeypatch.setattr(library, "SOURCES", build.sources)
-    monkeypatch.setattr(library, "_registered", False)  # another test of this process may have loaded the real one
+    monkeypatch.setattr(library, "_loaded", None)  # another test of this process may have loaded the real one
     with pytest.raises(BackendUnavailableError, match=r"library.so defines no handler paged_cpu_append\."):
         library.ffi_target("paged_cpu_logits")
     with pytest.raises(InvalidInputError, match="'paged_cpu_other' is not one of paged_cpu_append, "):
